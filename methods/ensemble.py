@@ -1,0 +1,19 @@
+"""Ensemble: one network a task, trained from scratch, chosen by the task of the asked class.
+
+Forgets nothing by construction (FR = 0), shares nothing between tasks, and stores T networks.
+Each network starts from the same weights, so task 1 is that of NCL.
+
+Paper: CLoG, section 3.2 (3).
+"""
+
+from methods.ncl import NCL
+
+
+class Ensemble(NCL):
+    isolated = True
+
+    def start_task(self, task):
+        self.learner.fresh(self.args.seed)
+
+    def load(self, run, trained_to, task):
+        self.learner.load(run / f"task{task}")

@@ -1,0 +1,62 @@
+"""Naive continual learning (NCL): fine-tune on each task, do nothing against forgetting.
+
+This is also the interface of a method: every hook below does nothing, and the other files override a few.
+A training script calls them in this order (see its loop):
+
+    start_task → training_data → [mix → (penalty → backward → after_backward → step → after_step) a phase] a step
+    → end_task → save
+
+A method may touch `learner` alone: the networks, their losses, sampling, and `learner.data` (images uint8
+(N, 3, H, W) and labels (N,)). A task has `number` (from 1), `classes` and `indices` (rows of the data). A key is
+a tuple (seed, task, step): add a purpose of your own and hand it to what draws random numbers.
+"""
+
+
+class NCL:
+    search = {}  # flag -> the values that gtep.py tries
+    isolated = False  # True: task i is always sampled from task i's own weights
+
+    @staticmethod
+    def add_args(parser):
+        """The method's own flags."""
+
+    def __init__(self, args, learner):
+        self.args, self.learner = args, learner
+
+    def start_task(self, task):
+        """Before the optimisers are built, and again on a resume: teacher, adapters, fresh weights."""
+
+    def training_data(self, task, past):
+        """Index array of the images to train on; `past` holds the earlier tasks."""
+        return task.indices
+
+    def mix(self, batch, key):
+        """The batch of a step: here rows are added to that of the current task."""
+        return batch
+
+    def penalty(self, phase, batch):
+        """Scalar added to the loss before backward; main phases only."""
+        return 0.0
+
+    def after_backward(self, phase, batch):
+        """`.grad` holds the gradient: read or change it. A penalty added in closed form returns its value."""
+
+    def after_step(self, phase):
+        """The optimiser has moved the weights."""
+
+    def end_task(self, task):
+        """Once a task, at the weights that are kept: importance, memory."""
+
+    def state_dict(self):
+        """All that a resumed run needs: clones of tensors, and numbers."""
+        return {}
+
+    def load_state_dict(self, state):
+        pass
+
+    def save(self, folder):
+        self.learner.save(folder)
+
+    def load(self, run, trained_to, task):
+        """Puts the weights in place that sample `task` (a number) after `trained_to` tasks."""
+        self.learner.load(run / f"task{trained_to}")

@@ -1,0 +1,355 @@
+"""Continual learning of a label-conditioned diffusion model (DDIM): a stream of tasks, one method, one run folder.
+
+    python train_ddim.py --dataset digits --method er
+    python train_ddim.py --dataset path/to/class/folders --method ncl --dry_run
+
+Denoising diffusion with the simple loss (Ho et al., Denoising Diffusion Probabilistic Models, 2020, equation 14) on
+a U-Net that also gets the class id, sampled with DDIM (Song et al., Denoising Diffusion Implicit Models, 2021,
+equation 12, eta 0). The same command again goes on where it was stopped, or says that it is done.
+
+From top to bottom: presets and flags · the learner (network, loss, sampling) · the training loop.
+"""
+
+import common
+
+PRESETS = {  # CLoG, table 18; tiny is for the embedded digits
+    "tiny": dict(size=8, widths=[32, 64], layers=1, groups=8, batch_size=64, replay_size=32, memory_size=20,
+                 lr=1e-3, steps=300, epochs=None, ddim_steps=20, val_samples=256, select="last"),
+    "S": dict(size=32, widths=[128, 256, 256, 256], layers=2, groups=32, batch_size=256, replay_size=64,
+              memory_size=200, lr=2e-4, steps=None, epochs=200, ddim_steps=50, val_samples=512, select="best"),
+    "M": dict(size=64, widths=[128, 256, 384, 512], layers=2, groups=32, batch_size=320, replay_size=64,
+              memory_size=5000, lr=2e-4, steps=None, epochs=100, ddim_steps=50, val_samples=512, select="best"),
+    "L": dict(size=128, widths=[128, 128, 256, 384, 512], layers=2, groups=32, batch_size=32, replay_size=8,
+              memory_size=200, lr=1e-4, steps=None, epochs=200, ddim_steps=50, val_samples=512, select="best"),
+}  # fmt: skip
+
+
+def parse_args(argv=None):
+    parser = common.training_parser(__doc__)
+    parser.add_argument("--ddim_steps", type=common.whole(1, 1000), help="denoising steps of the sampler "
+                        "(default: 20 for tiny, else 50)")  # fmt: skip
+    return common.resolve(parser, argv, PRESETS)
+
+
+if __name__ == "__main__":  # a finished run is recognised before PyTorch is loaded
+    with common.one_line_errors():
+        ARGS = parse_args()
+        common.stop_if_finished(common.run_folder(ARGS, "ddim"), ARGS, __file__)
+
+import copy  # noqa: E402
+import json  # noqa: E402
+import math  # noqa: E402
+import time  # noqa: E402
+from typing import NamedTuple  # noqa: E402
+
+import torch  # noqa: E402
+from diffusers import DDIMScheduler, UNet2DModel  # noqa: E402
+from safetensors.torch import load_file  # noqa: E402
+
+import eval_metrics  # noqa: E402
+
+
+class Phase(NamedTuple):
+    name: str
+    nets: tuple
+    main: bool = True
+
+
+def build_unet(args):
+    """U-Net of args.widths; attention at the third level, ResNet blocks for the up- and down-sampling."""
+    levels = range(len(args.widths))
+    return UNet2DModel(
+        sample_size=args.size,
+        layers_per_block=args.layers,
+        block_out_channels=args.widths,
+        norm_num_groups=args.groups,
+        down_block_types=["AttnDownBlock2D" if i == 2 else "DownBlock2D" for i in levels],
+        up_block_types=["AttnUpBlock2D" if i == 2 else "UpBlock2D" for i in reversed(levels)],
+        downsample_type="resnet",
+        upsample_type="resnet",
+        dropout=0.1,
+        num_class_embeds=args.classes,  # every class of the stream, from task 1
+    )
+
+
+class DDIM:
+    """The learner: all that a method may touch. Images in model range are float32 in [-1, 1]."""
+
+    def __init__(self, args, data, device):
+        self.args, self.data, self.device = args, data, device
+        self.sample_batch = 256  # images at once in `sample`; no image depends on it
+        self.scheduler = DDIMScheduler(num_train_timesteps=1000)  # linear betas, epsilon-prediction, leading spacing
+        self.unet = build_unet(args).to(device)
+        if torch.device(device).type == "cuda":
+            self.unet.to(memory_format=torch.channels_last)
+            torch.set_float32_matmul_precision("high")  # TF32
+        self.fresh(args.seed)
+
+    @property
+    def nets(self):
+        return {"unet": self.unet}
+
+    def phases(self, step):
+        """What a step trains, in order."""
+        return [Phase("main", ("unet",))]
+
+    def params(self, phase):
+        """{"unet.…": Parameter}: what this phase trains."""
+        return {f"unet.{name}": p for name, p in self.unet.named_parameters() if p.requires_grad}
+
+    def draw(self, images, labels, key):
+        """A batch with its randomness: uint8 images (N, 3, H, W) and labels (N,) → dict of tensors with N rows."""
+        images = torch.as_tensor(images).to(self.device).float() / 127.5 - 1
+        rng = common.torch_rng((*key, "noise"), self.device)
+        return {
+            "images": images,
+            "labels": torch.as_tensor(labels).to(self.device),
+            "timesteps": torch.randint(1000, (len(images),), generator=rng, device=self.device),
+            "noise": torch.randn(images.shape, generator=rng, device=self.device),
+        }
+
+    def outputs(self, phase, batch):
+        """The predicted noise (N, 3, H, W), float32."""
+        noisy = self.scheduler.add_noise(batch["images"], batch["noise"], batch["timesteps"])
+        with torch.autocast(torch.device(self.device).type, torch.bfloat16, enabled=self.args.precision == "bf16"):
+            return self.unet(noisy, batch["timesteps"], batch["labels"]).sample.float()
+
+    def loss(self, phase, batch):
+        """Mean squared error of the predicted noise; leaves the prediction in batch["out"]."""
+        batch["out"] = self.outputs(phase, batch)
+        return torch.nn.functional.mse_loss(batch["out"], batch["noise"])
+
+    @torch.no_grad()
+    def sample(self, conditions, seeds):
+        """uint8 images (N, 3, H, W) of the class ids `conditions`; image k depends on its seed and class alone."""
+        wrong = [c for c in conditions if not 0 <= c < self.args.classes]
+        if wrong:
+            raise ValueError(f"class {wrong[0]} is not one of the {self.args.classes} classes of this network")
+        training = self.unet.training
+        self.unet.eval()
+        self.scheduler.set_timesteps(self.args.ddim_steps)
+        shape, images = (3, self.args.size, self.args.size), []
+        for start in range(0, len(seeds), self.sample_batch):
+            x = common.sampling_noise(seeds[start : start + self.sample_batch], shape).to(self.device)
+            labels = torch.tensor(conditions[start : start + self.sample_batch], device=self.device)
+            for t in self.scheduler.timesteps:
+                with torch.autocast(x.device.type, torch.bfloat16, enabled=self.args.precision == "bf16"):
+                    noise = self.unet(x, t, labels).sample.float()
+                x = self.scheduler.step(noise, t, x, eta=0.0).prev_sample
+            images.append(((x + 1) * 127.5).round().clamp(0, 255).to(torch.uint8).cpu())
+        self.unet.train(training)
+        return torch.cat(images)
+
+    def fresh(self, seed):
+        """Re-initialises the weights in place: the same start for the same seed."""
+        torch.manual_seed(common.hash32((seed, "init")))
+        self.unet.load_state_dict(build_unet(self.args).state_dict())
+
+    def frozen_copy(self):
+        """A teacher: the same weights now, eval mode, no gradients."""
+        teacher = copy.copy(self)
+        teacher.unet = copy.deepcopy(self.unet).eval().requires_grad_(False)
+        return teacher
+
+    def class_rows(self):
+        """{parameter: dimension of its class table}."""
+        return {"unet.class_embedding.weight": 0}
+
+    def save(self, folder):
+        """diffusers' own format: UNet2DModel.from_pretrained(folder / "unet") reads it."""
+        self.unet.save_pretrained(folder / "unet")
+        self.scheduler.save_pretrained(folder / "scheduler")
+
+    def load(self, folder):
+        self.unet.load_state_dict(load_file(folder / "unet" / "diffusion_pytorch_model.safetensors"))
+
+
+Learner = DDIM  # the name by which eval_metrics.py finds it
+
+
+def learning_rate(step, steps, peak):
+    """Linear warm-up over 500 steps (a quarter of a short task), then a half cosine to 0."""
+    warm_up = min(500, steps // 4)
+    if step < warm_up:
+        return peak * (step + 1) / warm_up
+    return peak * 0.5 * (1 + math.cos(math.pi * (step - warm_up) / (steps - warm_up)))
+
+
+def copy_states(modules):
+    """State dicts by name; tensors are cloned, so training on does not change them."""
+    return {name: copy.deepcopy(m.state_dict()) for name, m in modules.items()}
+
+
+def load_states(modules, states):
+    for name, module in modules.items():
+        module.load_state_dict(states[name])
+
+
+def train(args):
+    script, run = __file__, common.run_folder(args, "ddim")
+    scene = common.scenario(args.dataset)
+    data = common.load_data(scene, args.size, args.data, read=not args.dry_run)
+    tasks = common.split(data, scene.order(args.order), args.tasks)
+    Method = common.method_class(args.method)
+
+    if args.dry_run:
+        with torch.device("meta"):
+            parameters = sum(p.numel() for p in build_unet(args).parameters())
+        print(json.dumps(vars(args), indent=1))
+        for task in tasks:
+            names = " ".join(data.classes[c] for c in task.classes)
+            print(f"task {task.number}: classes {task.classes} ({names}), {len(task.indices)} images")
+        print(f"U-Net: {parameters:,} parameters\nrun folder: {run}")
+        return
+
+    device = common.pick_device(args.device)
+    learner = DDIM(args, data, device)
+    method = Method(args, learner)
+    parameters = sum(p.numel() for p in learner.unet.parameters())
+    config = common.describe(
+        args, run, script, "ddim", method, data, tasks, device, parameters, scheduler=dict(learner.scheduler.config)
+    )
+
+    with common.locked(run):
+        common.write_or_check_config(run, config, args, script)
+        judge = eval_metrics.Classifier(data, args.data, device) if args.select == "best" else None
+        done = common.finished_tasks(run, len(tasks))
+        if done:
+            learner.load(run / f"task{done}")
+            method.load_state_dict(common.load_tensors(run / f"task{done}" / "method.pt"))
+
+        for task in tasks[done:]:
+            # ---- set up the task
+            method.start_task(task)
+            indices = method.training_data(task, tasks[: task.number - 1])
+            own_steps = args.steps or math.ceil(args.epochs * len(task.indices) / args.batch_size)
+            steps = round(own_steps * len(indices) / len(task.indices))  # Non-CL: as the pool grows
+            params = {phase.name: learner.params(phase) for phase in learner.phases(0)}
+            optimisers = {
+                name: torch.optim.Adam(p.values(), args.lr, fused=device.startswith("cuda"))
+                for name, p in params.items()
+            }
+            if judge:
+                val_labels = common.proportional_labels(data.labels[indices], args.val_samples)
+                val_seeds = common.sampling_seeds((args.seed, task.number, "selection"), args.val_samples)
+                reference = eval_metrics.statistics(judge.features(data.images[indices]))
+            start, best = 0, None
+            cost = {"train": 0.0, "replay": 0.0, "importance": 0.0, "selection": 0.0}
+            state = common.resume_state(run, task.number)
+            if state:
+                start, best, cost = state["step"], state["best"], state["cost"]
+                load_states(learner.nets, state["nets"])
+                load_states(optimisers, state["optimisers"])
+                method.load_state_dict(state["method"])
+                print(f"task {task.number}: goes on from step {start} of {steps}")
+            log = common.Log(run / "log.csv", task.number, start)
+            bar = common.progress(steps * args.batch_size, f"{args.method} task {task.number}/{len(tasks)}")
+            bar.update(start * args.batch_size)
+            resident = common.on_gpu(data.images, indices, device)
+            clock, seen = time.perf_counter(), 0
+
+            # ---- train
+            for step in range(start, steps):
+                key = (args.seed, task.number, step)
+                learner.unet.train()
+                pick = common.batch_positions(len(indices), step, args.batch_size, args.seed, task.number)
+                images = data.images[indices[pick]] if resident is None else resident[pick]
+                batch = learner.draw(images, data.labels[indices[pick]], key)
+                mixing = time.perf_counter()
+                batch = method.mix(batch, key)
+                cost["replay"] += time.perf_counter() - mixing
+                lr = learning_rate(step, steps, args.lr)
+                record = {}
+                for phase in learner.phases(step):
+                    optimiser, weights = optimisers[phase.name], params[phase.name].values()
+                    optimiser.zero_grad()
+                    torch.manual_seed(common.hash32((*key, phase.name)))  # dropout
+                    loss = learner.loss(phase, batch)
+                    penalty = method.penalty(phase, batch)
+                    (loss + penalty).backward()
+                    closed_form = method.after_backward(phase, batch)
+                    norm = torch.nn.utils.clip_grad_norm_(weights, 1.0)
+                    for group in optimiser.param_groups:
+                        group["lr"] = lr
+                    optimiser.step()
+                    method.after_step(phase)
+                    record[f"loss_{phase.name}"] = loss.detach()
+                    record["penalty"] = penalty + (closed_form or 0.0)
+                    record["gradient_norm"], record["clipped"] = norm, norm > 1.0
+                log.add(step, record)
+                bar.update(args.batch_size)
+                seen += args.batch_size
+
+                # ---- log, select, save
+                last = step + 1 == steps
+                score_now = judge and ((step + 1) % args.eval_every == 0 or last)
+                save_now = (step + 1) % args.save_every == 0 and not last
+                if (step + 1) % common.LOG_EVERY == 0 or last or score_now or save_now:
+                    cost["train"] += time.perf_counter() - clock
+                    clock = time.perf_counter()
+                    row = log.flush(seen, lr, cost["train"])
+                    seen = 0
+                    bar.set_postfix(loss=row["loss_main"], refresh=False)
+                if score_now:
+                    features = judge.features(learner.sample(val_labels, val_seeds))
+                    score = eval_metrics.frechet_distance(eval_metrics.statistics(features), reference)
+                    if best is None or score < best["score"]:
+                        best = {"score": score, "step": step + 1, "method": method.state_dict()}
+                        best["nets"] = copy_states(learner.nets)
+                    cost["selection"] += time.perf_counter() - clock
+                if save_now:
+                    state = {"task": task.number, "step": step + 1, "best": best, "cost": cost}
+                    state |= {"nets": copy_states(learner.nets), "method": method.state_dict()}
+                    state["optimisers"] = {name: o.state_dict() for name, o in optimisers.items()}
+                    with common.new_folder(run / "resume") as folder:
+                        common.save_tensors(state, folder / "state.pt")
+                if score_now or save_now:
+                    clock = time.perf_counter()
+                    log.clock = clock
+
+            # ---- keep the task
+            bar.close()
+            if best:
+                load_states(learner.nets, best["nets"])
+                method.load_state_dict(best["method"])
+            clock = time.perf_counter()
+            method.end_task(task)
+            cost["importance"] = time.perf_counter() - clock
+            with common.new_folder(run / f"task{task.number}") as folder:
+                method.save(folder)
+                common.save_tensors(method.state_dict(), folder / "method.pt")
+                shown = task.classes if method.isolated else [c for t in tasks[: task.number] for c in t.classes]
+                shown = shown[-20:]
+                seeds = common.sampling_seeds((args.seed, "samples"), 8 * len(shown))
+                images = learner.sample([c for c in shown for _ in range(8)], seeds)
+                common.picture_grid(images.unflatten(0, (len(shown), 8)), folder / "samples.png")
+                about = {
+                    "kept_step": best["step"] if best else steps,
+                    "selection_score": best["score"] if best else None,
+                    "steps": steps,
+                    "seconds": cost | {"train": cost["train"] - cost["replay"]},
+                    "peak_memory_bytes": common.peak_memory(device),
+                    "parameters_trained": sum(p.numel() for p in params["main"].values()),
+                    "parameters_stored": stored(parameters, method, task.number),
+                }
+                (folder / "cost.json").write_text(json.dumps(about, indent=1))
+            names = " ".join(data.classes[c] for c in task.classes)
+            print(
+                f"{args.method} task {task.number}/{len(tasks)} ({names}): loss {row['loss_main']}, "
+                f"{steps} steps in {cost['train']:.0f} s",
+                flush=True,
+            )
+        common.finish(run)
+    print(f"{run} is finished")
+
+
+def stored(parameters, method, task):
+    """Numbers that the method keeps after `task` tasks, as CLoG's table 12 counts them: networks and state."""
+    networks = task if method.isolated else 1
+    state = [v for v in method.state_dict().values() if torch.is_tensor(v) and v.dtype != torch.int64]
+    return networks * parameters + sum(v.numel() for v in state)
+
+
+if __name__ == "__main__":
+    with common.one_line_errors():
+        train(ARGS)
