@@ -44,11 +44,17 @@ def fail(message, code=2):
     raise SystemExit(code)
 
 
+class InUse(Exception):
+    """Another process works in this folder."""
+
+
 @contextlib.contextmanager
 def one_line_errors():
     """Turns what the user's machine does to us (a full disk, Ctrl-C) into one line."""
     try:
         yield
+    except InUse as error:
+        fail(error)
     except OSError as error:
         fail(f"{error.filename or 'input/output'}: {error.strerror or error}", code=1)
     except KeyboardInterrupt:
@@ -175,6 +181,7 @@ def scenario(text):
     return Scenario(short, folder, first, last, known["classes"], tasks, known["preset"], known["orders"])
 
 
+@functools.lru_cache  # read once a process, which also says the note once
 def class_folders(folder):
     """[(class name, [picture paths])], sorted by name; hidden entries and what is no picture are left out."""
     found, skipped = [], 0
@@ -196,18 +203,12 @@ def picture_size(folder):
     """The shorter side in pixels of the first picture, by which a folder gets its preset."""
     from PIL import Image
 
-    path = class_folders_quietly(folder)[0][1][0]
+    path = class_folders(folder)[0][1][0]
     try:
         with Image.open(path) as image:
             return min(image.size)
     except Exception as error:
         fail(f"cannot read picture {path}: {error}")
-
-
-@functools.lru_cache
-def class_folders_quietly(folder):
-    with contextlib.redirect_stderr(None):
-        return class_folders(folder)
 
 
 def read_picture(path, size):
@@ -235,7 +236,7 @@ def load_data(scenario, size, cache, read=True):
     if scenario.folder:
         images, labels, names, digest = load_folder(scenario.folder, size, cache, read)
     else:
-        images, labels, names = load_digits()
+        images, labels, names = load_digits(size)
         digest = hashlib.sha256(images.tobytes() + labels.tobytes()).hexdigest()[:12]
     if scenario.classes < scenario.total:
         keep = np.flatnonzero((labels >= scenario.first) & (labels <= scenario.last))
@@ -245,18 +246,22 @@ def load_data(scenario, size, cache, read=True):
     return Data(scenario.name, images if read else None, labels, names, digest)
 
 
-def load_digits():
+def load_digits(size):
     """scikit-learn's embedded 1797 hand-written digits of 8 × 8 pixels, 17 levels of gray."""
+    from PIL import Image
     from sklearn.datasets import load_digits
 
     digits = load_digits()
-    images = (digits.images * 255 / 16).round().astype(np.uint8)[:, None].repeat(3, axis=1)
-    return images, digits.target.astype(np.int64), [str(c) for c in range(10)]
+    images = (digits.images * 255 / 16).round().astype(np.uint8)
+    if size != images.shape[-1]:
+        bigger = [Image.fromarray(image).resize((size, size), Image.Resampling.BICUBIC) for image in images]
+        images = np.stack([np.asarray(image) for image in bigger])
+    return images[:, None].repeat(3, axis=1), digits.target.astype(np.int64), [str(c) for c in range(10)]
 
 
 def load_folder(folder, size, cache, read):
     """A user's pictures, prepared once to `<cache>/prepared/…/images.npy` and memory-mapped from there."""
-    classes = class_folders_quietly(folder)
+    classes = class_folders(folder)
     pictures = [path for _, paths in classes for path in paths]
     labels = np.repeat(np.arange(len(classes)), [len(paths) for _, paths in classes])
     listing = [f"{p.relative_to(folder)} {p.stat().st_size} {p.stat().st_mtime_ns}" for p in pictures]
@@ -272,7 +277,10 @@ def load_folder(folder, size, cache, read):
                     for row, path in enumerate(tqdm(pictures, f"preparing {folder.name}", unit="img", disable=None)):
                         images[row] = read_picture(path, size)
                     images.flush()
-        images = np.load(ready / "images.npy", mmap_mode="r")
+        try:
+            images = np.load(ready / "images.npy", mmap_mode="r")
+        except (OSError, ValueError) as error:
+            fail(f"the prepared pictures {ready} are broken ({error}); remove that folder")
     return images, labels.astype(np.int64), [name for name, _ in classes], digest
 
 
@@ -355,8 +363,12 @@ def training_parser(description):
     """The flags that every training script has; where a default is the preset's, it is None here."""
     p = Parser(description=description)
     add = p.add_argument
-    add("--dataset", default="digits", help="NAME, NAME:FIRST-LAST (those classes only), or a folder with one "
-        f"sub-folder of pictures a class; names: {', '.join(DATASETS)} (default: digits)")
+    add(
+        "--dataset",
+        default="digits",
+        help="NAME, NAME:FIRST-LAST (those classes only), or a folder with one "
+        f"sub-folder of pictures a class; names: {', '.join(DATASETS)} (default: digits)",
+    )
     add("--method", default="ncl", help="a file of methods/ (default: ncl)")
     add("--order", type=whole(1, 5), default=1, help="class order, 1-5; 1 is that of the data set (default: 1)")
     add("--seed", type=whole(0), default=1, help="seed of weights, batches, noise and memory (default: 1)")
@@ -368,12 +380,19 @@ def training_parser(description):
     add("--batch_size", type=whole(1), help="images of the current task a step (default: the preset's)")
     add("--lr", type=positive, help="peak learning rate (default: the preset's)")
     add("--device", default="auto", help="cpu, cuda or cuda:N (default: cuda if there is one)")
-    add("--precision", choices=("fp32", "bf16"), default="fp32",
-        help="arithmetic of the network; weights and losses stay fp32 (default: fp32)")
+    add(
+        "--precision",
+        choices=("fp32", "bf16"),
+        default="fp32",
+        help="arithmetic of the network; weights and losses stay fp32 (default: fp32)",
+    )
     add("--out", default="runs", help="folder of the run folders (default: runs)")
     add("--data", default="data", help="folder of data sets and caches (default: data)")
-    add("--select", choices=("best", "last"), help="keep a task's best checkpoint or its last one (default: best; "
-        "tiny: last)")
+    add(
+        "--select",
+        choices=("best", "last"),
+        help="keep a task's best checkpoint or its last one (default: best; tiny: last)",
+    )
     add("--eval_every", type=whole(1), default=500, help="steps between two scores of --select best (default: 500)")
     add("--val_samples", type=whole(2), help="images sampled for such a score (default: the preset's)")
     add("--memory_size", type=whole(0), help="images of past tasks that replay may keep (default: the preset's)")
@@ -632,7 +651,7 @@ def locked(folder, wait=False):
             else:
                 msvcrt.locking(handle.fileno(), msvcrt.LK_LOCK if wait else msvcrt.LK_NBLCK, 1)
         except OSError:
-            fail(f"{folder} is in use by another process; wait for it, or choose another --out")
+            raise InUse(f"{folder} is in use by another process; wait for it, or choose another --out") from None
         yield
 
 

@@ -16,7 +16,6 @@ From top to bottom: Fréchet distance · feature extractors · scoring · summar
 import argparse
 import hashlib
 import importlib
-import json
 import math
 import sys
 from collections import defaultdict
@@ -132,8 +131,9 @@ class Classifier:
         optimiser = torch.optim.Adam(self.net.parameters(), 2e-3)
         for step in common.tqdm(range(steps), f"classifier for {data.name}", disable=None, leave=False):
             pick = kept[common.batch_positions(len(kept), step, batch, "classifier", 0)]
-            logits = self.net(self.to_model(data.images[pick]))
-            loss = torch.nn.functional.cross_entropy(logits, torch.as_tensor(data.labels[pick]).to(self.device))
+            images = torch.as_tensor(data.images[pick]).to(self.device).float() / 127.5 - 1
+            labels = torch.as_tensor(data.labels[pick]).to(self.device)
+            loss = torch.nn.functional.cross_entropy(self.net(images), labels)
             optimiser.zero_grad()
             loss.backward()
             optimiser.param_groups[0]["lr"] = 2e-3 * 0.5 * (1 + math.cos(math.pi * step / steps))
@@ -144,22 +144,13 @@ class Classifier:
         self.scale = float(10 / np.sqrt(self.features(data.images).var(0).sum()))
         print(f"classifier for {data.name}: reads {self.held_out:.1%} of {len(held)} held-out images")
 
-    def to_model(self, images):
-        """uint8 (N, 3, H, W) → float32 in [-1, 1] on the device."""
-        import torch
-
-        images = torch.as_tensor(images)
-        if images.dtype != torch.uint8:
-            raise TypeError(f"images must be uint8 in 0..255, not {images.dtype}")
-        return images.to(self.device).float() / 127.5 - 1
-
     def features(self, images, batch=256):
         """uint8 images (N, 3, H, W) → float64 features (N, 64)."""
-        return self.scale * in_batches(lambda x: self.net[:-1](self.to_model(x)), images, batch)
+        return self.scale * in_batches(lambda x: self.net[:-1](x / 127.5 - 1), images, batch, self.device)
 
     def accuracy(self, images, labels, batch=256):
         """Share of the images that are read as the class that was asked for."""
-        logits = in_batches(lambda x: self.net(self.to_model(x)), images, batch)
+        logits = in_batches(lambda x: self.net(x / 127.5 - 1), images, batch, self.device)
         return float((logits.argmax(1) == np.asarray(labels)).mean())
 
 
@@ -167,38 +158,37 @@ class Inception:
     """The 2048 pool features of pytorch-fid's network, from its own weights file; images 0..255 scaled to 0..1."""
 
     def __init__(self, device):
-        path = self.path()
-        if not path.exists():
-            common.fail(
-                f"no Inception weights at {path}: download {INCEPTION_URL} and put it there, or use --extractor classifier"
-            )
+        self.check()
         from pytorch_fid.inception import InceptionV3
 
         self.device, self.name = device, "inception"
         self.net = InceptionV3([InceptionV3.BLOCK_INDEX_BY_DIM[2048]]).to(device).eval()
 
     @staticmethod
-    def path():
-        """Where pytorch-fid keeps them."""
+    def check():
+        """Ends the program if the weights are not where pytorch-fid keeps them."""
         import torch
 
-        return Path(torch.hub.get_dir()) / "checkpoints" / INCEPTION_FILE
+        path = Path(torch.hub.get_dir()) / "checkpoints" / INCEPTION_FILE
+        if not path.exists():
+            common.fail(f"no Inception weights: put {INCEPTION_URL} at {path}, or use --extractor classifier")
 
     def features(self, images, batch=64):
         """uint8 images (N, 3, H, W) → float64 features (N, 2048)."""
-        import torch
-
-        return in_batches(
-            lambda x: self.net(torch.as_tensor(x).to(self.device).float() / 255)[0].flatten(1), images, batch
-        )
+        return in_batches(lambda x: self.net(x / 255)[0].flatten(1), images, batch, self.device)
 
 
-def in_batches(function, images, batch):
-    """function over batches of images → one float64 NumPy array; no gradients."""
+def in_batches(function, images, batch, device):
+    """function(float32 images in 0..255) over batches of uint8 images → one float64 NumPy array; no gradients."""
     import torch
 
+    parts = []
     with torch.no_grad():
-        parts = [function(images[k : k + batch]).double().cpu().numpy() for k in range(0, len(images), batch)]
+        for k in range(0, len(images), batch):
+            part = torch.as_tensor(images[k : k + batch])
+            if part.dtype != torch.uint8:
+                raise TypeError(f"images must be uint8 in 0..255, not {part.dtype}")
+            parts.append(function(part.to(device).float()).double().cpu().numpy())
     return np.concatenate(parts)
 
 
@@ -232,12 +222,14 @@ def protocol_of(config, args, name):
 
 
 def missing_cells(run, config, protocol):
-    have = {
-        (int(r["trained_to"]), int(r["task"]))
-        for r in valid_rows(run)
-        if all(r[k] == v for k, v in protocol.items())
-    }
-    return [cell for cell in cells(run, config) if cell not in have]
+    """Cells that lack one of the metrics under this protocol."""
+    have = {(int(r["trained_to"]), int(r["task"]), r["metric"]) for r in valid_rows(run) if is_of(r, protocol)}
+    metrics = ("FID", "accuracy") if protocol["extractor"].startswith("classifier") else ("FID",)
+    return [cell for cell in cells(run, config) if any((*cell, metric) not in have for metric in metrics)]
+
+
+def is_of(row, protocol):
+    return all(row[k] == v for k, v in protocol.items())
 
 
 def valid_rows(run):
@@ -274,7 +266,7 @@ def score(run, config, args, data, missing, extractor, protocol, references):
         count = int(protocol["generated"])
         labels = common.proportional_labels(data.labels[task.indices], count)
         images = learner.sample(labels, common.sampling_seeds((args.sampling_seed, i, "report"), count))
-        if (key := tuple(task.indices)) not in references:
+        if (key := (extractor.name, data.digest, *task.indices)) not in references:
             references[key] = statistics(extractor.features(data.images[task.indices]))
         values = {"FID": frechet_distance(statistics(extractor.features(images)), references[key])}
         if isinstance(extractor, Classifier):
@@ -292,7 +284,9 @@ def score(run, config, args, data, missing, extractor, protocol, references):
             }
             for metric, value in values.items()
         ]
-        common.write_csv(run / "quality.csv", valid_rows(run) + rows)
+        cell = {**protocol, "trained_to": str(trained_to), "task": str(i)}
+        others = [r for r in valid_rows(run) if not is_of(r, cell)]
+        common.write_csv(run / "quality.csv", others + rows)
 
 
 def keep_pictures(run, config, trained_to, i, images, labels):
@@ -369,7 +363,7 @@ def method_rank(method):
 
 def name_variants(records):
     """r["variant"]: the method, with the flags that differ between its runs on the same data set."""
-    ignored = {*common.UNHASHED, "dataset"}
+    ignored = common.UNHASHED
     for record in records:
         same = [r for r in records if all(r[k] == record[k] for k in ("dataset", "backbone", "method"))]
         flags = record["config"]["flags"]
@@ -545,8 +539,9 @@ def draw_samples(plt, by_variant, T, dataset, path):
     shown = {v: min(rs, key=lambda r: (r["order"], r["seed"])) for v, rs in by_variant.items()}
     columns = range(1, min(T, 10) + 1)
     figure, panels = plt.subplots(
-        len(shown), len(columns), figsize=(1.9 * len(columns), 0.72 * len(shown) + 0.5), squeeze=False
-    )
+        len(shown), len(columns), figsize=(2.1 * len(columns), 0.56 * len(shown)), squeeze=False,
+        gridspec_kw={"wspace": 0.04, "hspace": 0.08},
+    )  # fmt: skip
     for row, (variant, record) in zip(panels, shown.items(), strict=True):
         classes, tasks = record["config"]["data"]["classes"], record["config"]["tasks"]
         for panel, i in zip(row, columns, strict=True):
@@ -560,7 +555,7 @@ def draw_samples(plt, by_variant, T, dataset, path):
                 names = ", ".join(classes[c] for c in tasks[i - 1][:4])
                 panel.set_title(f"task {i}: {names}" + (" …" if len(tasks[i - 1]) > 4 else ""), fontsize=8)
         row[0].set_ylabel(variant, rotation=0, ha="right", va="center")
-    figure.suptitle(f"{dataset}: samples of each task after the last one", fontsize=9, y=1.04)
+    figure.suptitle(f"{dataset}: samples of each task after the last one", fontsize=9, y=1.04 + 0.1 / len(shown))
     save_figure(plt, figure, path)
 
 
@@ -573,8 +568,12 @@ def parse_args(argv=None):
     add("runs", nargs="+", metavar="RUNS", help="folders with run folders below them")
     add("--out", default="results", help="folder of summary, tables and figures (default: results)")
     add("--num_samples", type=common.whole(2), help="images sampled a task (default: 2048; tiny: 256)")
-    add("--extractor", choices=("auto", "inception", "classifier"), default="auto",
-        help="features of the FID (default: auto = classifier for digits, else inception)")
+    add(
+        "--extractor",
+        choices=("auto", "inception", "classifier"),
+        default="auto",
+        help="features of the FID (default: auto = classifier for digits, else inception)",
+    )
     add("--ddim_steps", type=common.whole(1, 1000), help="denoising steps (default: those of the run)")
     add("--sampling_seed", type=common.whole(0), default=0, help="seed of the reported samples (default: 0)")
     add("--batch_size", type=common.whole(1), default=256, help="images sampled at once (default: 256)")
@@ -587,34 +586,41 @@ def main(argv=None):
     args = parse_args(argv)
     runs = {run: common.read_json(run / "config.json") for run in find_runs(args.runs)}
     runs = {run: config for run, config in runs.items() if "backbone" in config}
-    scenes = defaultdict(list)  # runs on the same images share extractor and reference statistics
+
+    # What is to score; nothing is sampled before all that it needs is known to be there.
+    datas, current, todo = {}, {}, []
     for run, config in runs.items():
-        scenes[config["flags"]["dataset"], config["flags"]["size"]].append(run)
-    current = {}
-    for (dataset, size), group in scenes.items():
-        data = common.load_data(common.scenario(dataset), size, args.data)
-        extractors, references = {}, {}
-        for run in group:
-            config = runs[run]
-            if config["data"]["digest"] != data.digest:
-                common.fail(f"{run} was trained on other pictures than {dataset} holds now")
-            current[run] = Classifier.identity(data, args.data)
-            kind = extractor_kind(config, args.extractor)
-            protocol = protocol_of(config, args, current[run] if kind == "classifier" else kind)
-            if not missing_cells(run, config, protocol):
-                continue
-            if kind not in extractors:
-                device = common.pick_device(args.device)
-                extractors[kind] = Classifier(data, args.data, device) if kind == "classifier" else Inception(device)
-                references[kind] = {}
-            protocol["extractor"] = extractors[kind].name
+        scene = config["flags"]["dataset"], config["flags"]["size"]
+        if scene not in datas:
+            datas[scene] = common.load_data(common.scenario(scene[0]), scene[1], args.data)
+        data = datas[scene]
+        if config["data"]["digest"] != data.digest:
+            common.fail(f"{run} was trained on other pictures than {scene[0]} holds now")
+        kind = extractor_kind(config, args.extractor)
+        current[run] = Classifier.identity(data, args.data)
+        protocol = protocol_of(config, args, (current[run] or kind) if kind == "classifier" else kind)
+        if missing_cells(run, config, protocol):
+            todo.append((run, config, data, kind, protocol))
+    if any(kind == "inception" for *_, kind, _ in todo):
+        Inception.check()
+
+    extractors, references = {}, {}  # shared by the runs on the same images
+    for run, config, data, kind, protocol in todo:
+        key = (kind, data.digest)
+        if key not in extractors:
+            device = common.pick_device(args.device)
+            extractors[key] = Classifier(data, args.data, device) if kind == "classifier" else Inception(device)
+        protocol["extractor"] = extractors[key].name
+        current[run] = Classifier.identity(data, args.data)
+        try:
             with common.locked(run):
                 missing = missing_cells(run, config, protocol)
-                score(run, config, args, data, missing, extractors[kind], protocol, references[kind])
+                score(run, config, args, data, missing, extractors[key], protocol, references)
             print(f"scored {run}", flush=True)
-            current[run] = Classifier.identity(data, args.data)
+        except common.InUse as note:
+            print(f"note: {note}; its missing scores are left out", file=sys.stderr)
 
-    for run, config in runs.items():
+    for run in runs:
         if not (run / "DONE").exists():
             print(f"note: {run} is not finished and is left out of the tables", file=sys.stderr)
     runs = {run: config for run, config in runs.items() if (run / "DONE").exists()}

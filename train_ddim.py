@@ -14,7 +14,7 @@ import common
 
 PRESETS = {  # CLoG, table 18; tiny is for the embedded digits
     "tiny": dict(size=8, widths=[32, 64], layers=1, groups=8, batch_size=64, replay_size=32, memory_size=20,
-                 lr=1e-3, steps=300, epochs=None, ddim_steps=20, val_samples=256, select="last"),
+                 lr=3e-3, steps=300, epochs=None, ddim_steps=20, val_samples=256, select="last"),
     "S": dict(size=32, widths=[128, 256, 256, 256], layers=2, groups=32, batch_size=256, replay_size=64,
               memory_size=200, lr=2e-4, steps=None, epochs=200, ddim_steps=50, val_samples=512, select="best"),
     "M": dict(size=64, widths=[128, 256, 384, 512], layers=2, groups=32, batch_size=320, replay_size=64,
@@ -111,15 +111,26 @@ class DDIM:
     def outputs(self, phase, batch):
         """The predicted noise (N, 3, H, W), float32."""
         noisy = self.scheduler.add_noise(batch["images"], batch["noise"], batch["timesteps"])
-        with torch.autocast(torch.device(self.device).type, torch.bfloat16, enabled=self.args.precision == "bf16"):
-            return self.unet(noisy, batch["timesteps"], batch["labels"]).sample.float()
+        return self.predict(noisy, batch["timesteps"], batch["labels"])
 
     def loss(self, phase, batch):
         """Mean squared error of the predicted noise; leaves the prediction in batch["out"]."""
         batch["out"] = self.outputs(phase, batch)
         return torch.nn.functional.mse_loss(batch["out"], batch["noise"])
 
+    def predict(self, noisy, timesteps, labels):
+        """The noise in noisy images (N, 3, H, W), float32; `timesteps` one for all, or (N,)."""
+        with torch.autocast(noisy.device.type, torch.bfloat16, enabled=self.args.precision == "bf16"):
+            return self.unet(noisy, timesteps, labels).sample.float()
+
     @torch.no_grad()
+    def denoise(self, x, labels):
+        """Noise (N, 3, H, W) → images in model range, by --ddim_steps deterministic steps."""
+        self.scheduler.set_timesteps(self.args.ddim_steps)
+        for t in self.scheduler.timesteps:
+            x = self.scheduler.step(self.predict(x, t, labels), t, x, eta=0.0).prev_sample
+        return x
+
     def sample(self, conditions, seeds):
         """uint8 images (N, 3, H, W) of the class ids `conditions`; image k depends on its seed and class alone."""
         wrong = [c for c in conditions if not 0 <= c < self.args.classes]
@@ -127,15 +138,11 @@ class DDIM:
             raise ValueError(f"class {wrong[0]} is not one of the {self.args.classes} classes of this network")
         training = self.unet.training
         self.unet.eval()
-        self.scheduler.set_timesteps(self.args.ddim_steps)
         shape, images = (3, self.args.size, self.args.size), []
         for start in range(0, len(seeds), self.sample_batch):
-            x = common.sampling_noise(seeds[start : start + self.sample_batch], shape).to(self.device)
-            labels = torch.tensor(conditions[start : start + self.sample_batch], device=self.device)
-            for t in self.scheduler.timesteps:
-                with torch.autocast(x.device.type, torch.bfloat16, enabled=self.args.precision == "bf16"):
-                    noise = self.unet(x, t, labels).sample.float()
-                x = self.scheduler.step(noise, t, x, eta=0.0).prev_sample
+            some = slice(start, start + self.sample_batch)
+            x = common.sampling_noise(seeds[some], shape).to(self.device)
+            x = self.denoise(x, torch.tensor(conditions[some], device=self.device))
             images.append(((x + 1) * 127.5).round().clamp(0, 255).to(torch.uint8).cpu())
         self.unet.train(training)
         return torch.cat(images)
@@ -225,10 +232,7 @@ def train(args):
             own_steps = args.steps or math.ceil(args.epochs * len(task.indices) / args.batch_size)
             steps = round(own_steps * len(indices) / len(task.indices))  # Non-CL: as the pool grows
             params = {phase.name: learner.params(phase) for phase in learner.phases(0)}
-            optimisers = {
-                name: torch.optim.Adam(p.values(), args.lr, fused=device.startswith("cuda"))
-                for name, p in params.items()
-            }
+            optimisers = {name: torch.optim.Adam(p.values(), args.lr, fused=True) for name, p in params.items()}
             if judge:
                 val_labels = common.proportional_labels(data.labels[indices], args.val_samples)
                 val_seeds = common.sampling_seeds((args.seed, task.number, "selection"), args.val_samples)
@@ -274,7 +278,7 @@ def train(args):
                     optimiser.step()
                     method.after_step(phase)
                     record[f"loss_{phase.name}"] = loss.detach()
-                    record["penalty"] = penalty + (closed_form or 0.0)
+                    record["penalty"] = penalty if closed_form is None else penalty + closed_form
                     record["gradient_norm"], record["clipped"] = norm, norm > 1.0
                 log.add(step, record)
                 bar.update(args.batch_size)

@@ -11,9 +11,11 @@ A method may touch `learner` alone: the networks, their losses, sampling, and `l
 a tuple (seed, task, step): add a purpose of your own and hand it to what draws random numbers.
 """
 
+from typing import ClassVar
+
 
 class NCL:
-    search = {}  # flag -> the values that gtep.py tries
+    search: ClassVar = {}  # flag -> the values that gtep.py tries
     isolated = False  # True: task i is always sampled from task i's own weights
 
     @staticmethod

@@ -1,0 +1,42 @@
+#!/usr/bin/env bash
+# The benchmark as a list of commands. What is done already is skipped, so it can be stopped and started again.
+#
+#   bash run_all.sh                  the quick benchmark on scikit-learn's digits, then its evaluation
+#   bash run_all.sh --list quick     print the training commands of a profile, one a line, and run nothing
+#   ORDERS="1 2 3 4 5" bash run_all.sh quick     other class orders; the seed is the number of the order
+#
+# JOBS training commands run at once (default: one a core, four at most), THREADS threads each (default: 1).
+# The number of threads changes the last bits of a result, the number of jobs changes nothing.
+set -euo pipefail
+cd "$(dirname "$0")"
+PYTHON=${PYTHON:-python}
+ORDERS=${ORDERS:-1}
+
+quick() {  # the longest first
+    for order in $ORDERS; do
+        for method in noncl er ensemble ncl; do
+            echo "$PYTHON train_ddim.py --dataset digits --method $method --order $order --seed $order"
+        done
+    done
+}
+
+list=""
+if [ "${1:-}" = --list ]; then list=yes; shift; fi
+profile=${1:-quick}
+case $profile in
+    quick) ;;
+    *) echo "error: unknown profile '$profile': choose quick" >&2; exit 2 ;;
+esac
+if [ -n "$list" ]; then "$profile"; exit; fi
+
+cores=$(getconf _NPROCESSORS_ONLN)
+JOBS=${JOBS:-$((cores < 4 ? cores : 4))}
+export OMP_NUM_THREADS=${THREADS:-1}
+# Side by side, progress bars would write over each other: through a pipe the scripts print a line a task instead.
+if [ "$JOBS" -gt 1 ]; then
+    "$profile" | xargs -P "$JOBS" -I{} bash -c '{} 2>&1 | cat; exit "${PIPESTATUS[0]}"'
+else
+    while read -r command; do $command </dev/null; done < <("$profile")
+fi
+unset OMP_NUM_THREADS
+$PYTHON eval_metrics.py runs --out results

@@ -1,0 +1,53 @@
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import common
+import train_ddim
+
+ROOT = Path(__file__).resolve().parent.parent
+SMALL = ["--dataset", "digits:0-3", "--tasks", "2", "--steps", "6", "--batch_size", "8", "--replay_size", "4",
+         "--memory_size", "5", "--ddim_steps", "2", "--eval_every", "2", "--val_samples", "8"]  # fmt: skip
+
+
+class Stop(Exception):
+    """Stands for the end of a process in the middle of its work."""
+
+
+@pytest.fixture(scope="session")
+def cache(tmp_path_factory):
+    """One --data folder for all tests: the classifiers are trained once."""
+    return tmp_path_factory.mktemp("data")
+
+
+@pytest.fixture
+def train(tmp_path, cache):
+    """train(out, *flags): a small run of two tasks in this process → its run folder."""
+
+    def run(out, *flags):
+        args = train_ddim.parse_args([*SMALL, "--out", str(tmp_path / out), "--data", str(cache), *flags])
+        folder = common.run_folder(args, "ddim")
+        if not (folder / "DONE").exists():
+            train_ddim.train(args)
+        return folder
+
+    return run
+
+
+@pytest.fixture
+def script(tmp_path, cache):
+    """script("train_ddim.py", *flags): a child process, in an empty folder → CompletedProcess."""
+
+    def run(name, *flags, **options):
+        command = [sys.executable, str(ROOT / name), *map(str, flags)]
+        if name.startswith("train"):
+            command += ["--data", str(cache)]
+        environment = {**os.environ, **options.pop("env", {})}
+        return subprocess.run(
+            command, cwd=tmp_path, capture_output=True, text=True, env=environment, timeout=300, **options
+        )
+
+    return run
