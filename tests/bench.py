@@ -1,0 +1,106 @@
+"""What the benchmark's loop costs beside a plain one: both in this process, taking turns, ratio of medians.
+
+    python tests/bench.py                       preset S, batch 8, fp32, on the CPU
+    python tests/bench.py --precision bf16      the same in bf16, also against fp32
+
+The plain loop is what one would write without a benchmark: the same U-Net, scheduler, batch, precision and
+optimiser, and nothing else. Ours also draws its randomness from keys, asks the method's hooks, clips, and logs.
+"""
+
+import argparse
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import torch
+
+import common
+import train_ddim
+
+
+def plain_loop(args, data, precision):
+    """A generator that trains one step each time it is asked."""
+    net = train_ddim.build_unet(args).to(args.device).train()
+    scheduler = train_ddim.DDIMScheduler(num_train_timesteps=1000)
+    optimiser = torch.optim.Adam(net.parameters(), args.lr, fused=True)
+    images = torch.from_numpy(data.images).to(args.device)
+    labels = torch.from_numpy(data.labels).to(args.device)
+    while True:
+        pick = torch.randint(len(images), (args.batch_size,), device=args.device)
+        x = images[pick].float() / 127.5 - 1
+        noise, t = torch.randn_like(x), torch.randint(1000, (len(x),), device=args.device)
+        with torch.autocast(args.device, torch.bfloat16, enabled=precision == "bf16"):
+            out = net(scheduler.add_noise(x, noise, t), t, labels[pick]).sample
+        loss = torch.nn.functional.mse_loss(out.float(), noise)
+        optimiser.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0)
+        optimiser.step()
+        yield
+
+
+class Enough(Exception):
+    pass
+
+
+def measure(bench, folder):
+    """{loop: [seconds of a step]}. train_ddim.train runs as it is; before each of its steps the others take one."""
+    argv = ["--preset", bench.preset, "--batch_size", str(bench.batch_size), "--device", bench.device, "--precision",
+            bench.precision, "--select", "last", "--steps", "100000", "--save_every", "100000", "--out", folder,
+            "--data", folder]  # fmt: skip
+    args = train_ddim.parse_args(argv)
+    data = common.load_data(common.scenario(args.dataset), args.size, folder)
+    others = {f"plain loop, {bench.precision}": plain_loop(args, data, bench.precision)}
+    if bench.precision == "bf16":
+        others["plain loop, fp32"] = plain_loop(args, data, "fp32")
+    ours = f"train_ddim.py, {bench.precision}"
+    times, started, draw = {name: [] for name in [*others, ours]}, None, train_ddim.DDIM.draw
+
+    def now():
+        if bench.device == "cuda":
+            torch.cuda.synchronize()
+        return time.perf_counter()
+
+    def draw_after_the_others(self, *rest):
+        nonlocal started
+        if started is not None:
+            times[ours].append(now() - started)
+        if len(times[ours]) == bench.rounds + 3:
+            raise Enough
+        for name, loop in others.items():
+            started = now()
+            next(loop)
+            times[name].append(now() - started)
+        started = now()
+        return draw(self, *rest)
+
+    train_ddim.DDIM.draw = draw_after_the_others
+    try:
+        train_ddim.train(args)
+    except Enough:
+        return {name: values[3:] for name, values in times.items()}  # the first three warm up
+
+
+def main():
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("--preset", default="S", help="network size (default: S)")
+    p.add_argument("--batch_size", type=int, default=8, help="images a step (default: 8)")
+    p.add_argument("--precision", choices=("fp32", "bf16"), default="fp32", help="(default: fp32)")
+    p.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="(default: cpu)")
+    p.add_argument("--rounds", type=int, default=20, help="timed steps of each loop (default: 20)")
+    bench = p.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        times = measure(bench, folder)
+    print(f"preset {bench.preset}, batch {bench.batch_size}, {bench.device}, {torch.get_num_threads()} threads")
+    first = statistics.median(next(iter(times.values())))
+    for name, values in times.items():
+        median = statistics.median(values)
+        print(f"{name:22} {1000 * median:8.1f} ms a step   {median / first:.3f} of the first line")
+
+
+if __name__ == "__main__":
+    main()
