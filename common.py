@@ -1,6 +1,6 @@
-"""What the training and evaluation scripts share, from flags to files.
+"""What everything here shares: errors, random numbers, atomic files, batches, the reservoir.
 
-Sections: errors · randomness · data sets and tasks · flags · run folders and atomic saves · reservoir · log · cost.
+Sections: errors · flags · randomness · files · batches · reservoir · hardware · showing.
 
 PyTorch is imported inside the functions that need it: `--help`, a typing error and a finished run are
 answered before it is loaded.
@@ -11,15 +11,12 @@ import contextlib
 import csv
 import functools
 import hashlib
-import importlib
-import importlib.metadata
+import io
 import json
 import os
 import re
 import shutil
 import sys
-import time
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -32,7 +29,6 @@ except ImportError:  # Windows
     import msvcrt
 
 ROOT = Path(__file__).resolve().parent
-LOG_EVERY = 10  # steps between two rows of log.csv; a row averages over them, so the device is asked once
 
 
 # ------------------------------------------------------------------------------------------------- errors
@@ -59,6 +55,39 @@ def one_line_errors():
         fail(f"{error.filename or 'input/output'}: {error.strerror or error}", code=1)
     except KeyboardInterrupt:
         fail("interrupted; the same command again goes on from the last saved state", code=130)
+
+
+# -------------------------------------------------------------------------------------------------- flags
+
+
+class Parser(argparse.ArgumentParser):
+    def __init__(self, **options):
+        super().__init__(allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter, **options)
+
+    def error(self, message):
+        fail(f"{message} (--help lists the flags)")
+
+
+def whole(low, high=None):
+    """argparse type: an int from `low` (to `high`)."""
+
+    def read(text):
+        value = int(text)
+        if value < low or (high is not None and value > high):
+            bounds = f"at least {low}" if high is None else f"between {low} and {high}"
+            raise argparse.ArgumentTypeError(f"{value} must be {bounds}")
+        return value
+
+    read.__name__ = "whole number"
+    return read
+
+
+def positive(text):
+    """argparse type: a finite float above 0."""
+    value = float(text)
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{value} must be above 0")
+    return value
 
 
 # --------------------------------------------------------------------------------------------- randomness
@@ -95,420 +124,7 @@ def sampling_noise(seeds, shape):
     return torch.stack([torch.randn(shape, generator=generator.manual_seed(seed)) for seed in seeds])
 
 
-# ------------------------------------------------------------------------------------- data sets and tasks
-
-DATASETS = {  # name -> what is known before anything is read
-    "digits": dict(classes=10, tasks=5, preset="tiny", orders="ten"),
-}
-PICTURES = {".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp"}
-
-
-@dataclass
-class Data:
-    """A data set at its training resolution."""
-
-    name: str  # as run folders and tables call it
-    images: np.ndarray  # uint8 (N, 3, H, W); memory-mapped where it comes from pictures; None in a dry run
-    labels: np.ndarray  # int64 (N,), 0-based
-    classes: list  # class names, index = label
-    digest: str  # short hash of the content
-
-
-@dataclass
-class Task:
-    number: int  # from 1
-    classes: list  # class ids in the order of the stream
-    indices: np.ndarray  # rows of Data that belong to it
-
-
-@dataclass
-class Scenario:
-    """What `--dataset` says: a data set, or a range of its classes as a scenario of its own.
-
-    Classes of a range are numbered from 0 again, so two halves of a data set have the same configuration.
-    """
-
-    name: str
-    folder: Path | None  # of class folders, for a user's own pictures
-    first: int
-    last: int
-    total: int  # classes of the whole data set
-    tasks: int
-    preset: str | None  # None: by the size of the pictures
-    orders: str | None  # the entry of reference/class_orders.json
-
-    @property
-    def classes(self):
-        return self.last - self.first + 1
-
-    def order(self, number):
-        """Class order `number` (1–5) as a list of class ids; 1 is the identity.
-
-        Orders that nobody published are drawn by sorting hashes, which no library version can change. A
-        range of classes keeps their relative order.
-        """
-        if self.orders:
-            whole = json.loads((ROOT / "reference" / "class_orders.json").read_text())[self.orders][number - 1]
-        else:
-            whole = list(range(self.total))
-            if number > 1:
-                whole.sort(key=lambda c: hash32(("class order", self.total, number, c)))
-        return [c - self.first for c in whole if self.first <= c <= self.last]
-
-
-def scenario(text):
-    """Reads `NAME`, `NAME:FIRST-LAST` or a path to class folders (with or without a range)."""
-    match = re.fullmatch(r"(.+):(\d+)-(\d+)", text)
-    name = match[1] if match else text
-    if name in DATASETS:
-        known, folder, short = DATASETS[name], None, name
-    else:
-        folder = Path(name).expanduser()
-        if not folder.is_dir():
-            fail(f"unknown data set '{name}': neither a folder nor one of {', '.join(DATASETS)}")
-        folder = folder.resolve()
-        known = dict(classes=len(class_folders(folder)), tasks=5, preset=None, orders=None)
-        short = re.sub(r"[^\w.-]", "_", folder.name) or "pictures"
-        if short in DATASETS:  # a folder called like a data set must not share its column in the tables
-            short += "_folder"
-    first, last = (int(match[2]), int(match[3])) if match else (0, known["classes"] - 1)
-    if not first <= last < known["classes"]:
-        fail(f"class range {first}-{last} of '{name}' is not within 0-{known['classes'] - 1}")
-    if match:
-        short += f"_{first}-{last}"
-    count = last - first + 1
-    tasks = known["tasks"] if count % known["tasks"] == 0 else count
-    return Scenario(short, folder, first, last, known["classes"], tasks, known["preset"], known["orders"])
-
-
-@functools.lru_cache  # read once a process, which also says the note once
-def class_folders(folder):
-    """[(class name, [picture paths])], sorted by name; hidden entries and what is no picture are left out."""
-    found, skipped = [], 0
-    for sub in sorted(p for p in folder.iterdir() if p.is_dir() and not p.name.startswith(".")):
-        files = sorted(p for p in sub.iterdir() if not p.name.startswith("."))
-        pictures = [p for p in files if p.suffix.lower() in PICTURES and p.is_file()]
-        skipped += len(files) - len(pictures)
-        if not pictures:
-            fail(f"class folder {sub} holds no picture ({', '.join(sorted(PICTURES))}); fill or remove it")
-        found.append((sub.name, pictures))
-    if not found:
-        fail(f"{folder} has no class folders: expected one sub-folder of pictures a class")
-    if skipped:
-        print(f"note: {skipped} entries in {folder} are no pictures and are left out", file=sys.stderr)
-    return found
-
-
-def picture_size(folder):
-    """The shorter side in pixels of the first picture, by which a folder gets its preset."""
-    from PIL import Image
-
-    path = class_folders(folder)[0][1][0]
-    try:
-        with Image.open(path) as image:
-            return min(image.size)
-    except Exception as error:
-        fail(f"cannot read picture {path}: {error}")
-
-
-def read_picture(path, size):
-    """One picture as uint8 (3, size, size): turned upright (EXIF), 8-bit, three channels, squashed.
-
-    16-bit gray is scaled, not clipped; transparency is dropped; gray, palette, CMYK and 1-bit become RGB.
-    """
-    from PIL import Image, ImageOps
-
-    try:
-        with Image.open(path) as image:
-            image = ImageOps.exif_transpose(image)
-            if image.mode.startswith("I") or image.mode == "F":
-                values = np.asarray(image, np.float64)
-                values = values / 257 if values.max() > 255 or image.mode.startswith("I;16") else values
-                image = Image.fromarray(values.round().clip(0, 255).astype(np.uint8))
-            image = image.convert("RGB").resize((size, size), Image.Resampling.BICUBIC)
-            return np.asarray(image).transpose(2, 0, 1)
-    except Exception as error:  # PIL raises half a dozen kinds for a broken file
-        fail(f"cannot read picture {path}: {error}; repair or remove it")
-
-
-def load_data(scenario, size, cache, read=True):
-    """The scenario's images at `size` × `size`; `read=False` leaves the images out (dry run)."""
-    if scenario.folder:
-        images, labels, names, digest = load_folder(scenario.folder, size, cache, read)
-    else:
-        images, labels, names = load_digits(size)
-        digest = hashlib.sha256(images.tobytes() + labels.tobytes()).hexdigest()[:12]
-    if scenario.classes < scenario.total:
-        keep = np.flatnonzero((labels >= scenario.first) & (labels <= scenario.last))
-        images, labels = images[keep] if read else None, labels[keep] - scenario.first
-        names = names[scenario.first : scenario.last + 1]
-        digest = f"{digest}-{scenario.first}-{scenario.last}"
-    return Data(scenario.name, images if read else None, labels, names, digest)
-
-
-def load_digits(size):
-    """scikit-learn's embedded 1797 hand-written digits of 8 × 8 pixels, 17 levels of gray."""
-    from PIL import Image
-    from sklearn.datasets import load_digits
-
-    digits = load_digits()
-    images = (digits.images * 255 / 16).round().astype(np.uint8)
-    if size != images.shape[-1]:
-        bigger = [Image.fromarray(image).resize((size, size), Image.Resampling.BICUBIC) for image in images]
-        images = np.stack([np.asarray(image) for image in bigger])
-    return images[:, None].repeat(3, axis=1), digits.target.astype(np.int64), [str(c) for c in range(10)]
-
-
-def load_folder(folder, size, cache, read):
-    """A user's pictures, prepared once to `<cache>/prepared/…/images.npy` and memory-mapped from there."""
-    classes = class_folders(folder)
-    pictures = [path for _, paths in classes for path in paths]
-    labels = np.repeat(np.arange(len(classes)), [len(paths) for _, paths in classes])
-    listing = [f"{p.relative_to(folder)} {p.stat().st_size} {p.stat().st_mtime_ns}" for p in pictures]
-    digest = hashlib.sha256("\n".join([f"squash bicubic {size}", *listing]).encode()).hexdigest()[:12]
-    ready = Path(cache) / "prepared" / f"{folder.name}-{size}-{digest}"
-    images = None
-    if read:
-        with locked(ready.parent, wait=True):
-            if not ready.exists():
-                with new_folder(ready) as target:
-                    shape = (len(pictures), 3, size, size)
-                    images = np.lib.format.open_memmap(target / "images.npy", "w+", np.uint8, shape)
-                    for row, path in enumerate(tqdm(pictures, f"preparing {folder.name}", unit="img", disable=None)):
-                        images[row] = read_picture(path, size)
-                    images.flush()
-        try:
-            images = np.load(ready / "images.npy", mmap_mode="r")
-        except (OSError, ValueError) as error:
-            fail(f"the prepared pictures {ready} are broken ({error}); remove that folder")
-    return images, labels.astype(np.int64), [name for name, _ in classes], digest
-
-
-def split(data, order, tasks):
-    """The stream: task t gets the classes order[t*n:(t+1)*n] and an index array of their images."""
-    per_task = len(order) // tasks
-    groups = [order[t * per_task : (t + 1) * per_task] for t in range(tasks)]
-    return [Task(t, group, np.flatnonzero(np.isin(data.labels, group))) for t, group in enumerate(groups, 1)]
-
-
-@functools.lru_cache(maxsize=4)
-def epoch_permutation(seed, task, epoch, n):
-    return numpy_rng((seed, task, epoch, "epoch")).permutation(n)
-
-
-def batch_positions(n, step, batch_size, seed, task):
-    """Positions in [0, n) of the images of a step; epochs are laid end to end, so every batch is full."""
-    at, parts = step * batch_size, []
-    while sum(map(len, parts)) < batch_size:
-        epoch, start = divmod(at, n)
-        parts.append(epoch_permutation(seed, task, epoch, n)[start : start + batch_size - sum(map(len, parts))])
-        at += len(parts[-1])
-    return np.concatenate(parts)
-
-
-def proportional_labels(labels, count):
-    """`count` labels in the proportion of `labels`, interleaved so that every prefix keeps it too."""
-    classes, sizes = np.unique(labels, return_counts=True)
-    share = sizes / sizes.sum() * count
-    take = np.floor(share).astype(int)
-    take[np.argsort(take - share, kind="stable")[: count - take.sum()]] += 1
-    place = np.concatenate([(np.arange(k) + 0.5) / max(k, 1) for k in take])
-    return np.repeat(classes, take)[np.argsort(place, kind="stable")].tolist()
-
-
-def append(batch, more):
-    """The rows of `more` behind those of `batch`, for every entry of the batch."""
-    import torch
-
-    return {name: torch.cat([rows, more[name]]) for name, rows in batch.items()}
-
-
-# -------------------------------------------------------------------------------------------------- flags
-
-
-class Parser(argparse.ArgumentParser):
-    def __init__(self, **options):
-        super().__init__(allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter, **options)
-
-    def error(self, message):
-        fail(f"{message} (--help lists the flags)")
-
-
-def whole(low, high=None):
-    """argparse type: an int from `low` (to `high`)."""
-
-    def read(text):
-        value = int(text)
-        if value < low or (high is not None and value > high):
-            bounds = f"at least {low}" if high is None else f"between {low} and {high}"
-            raise argparse.ArgumentTypeError(f"{value} must be {bounds}")
-        return value
-
-    read.__name__ = "whole number"
-    return read
-
-
-def positive(text):
-    """argparse type: a finite float above 0."""
-    value = float(text)
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{value} must be above 0")
-    return value
-
-
-UNHASHED = ("out", "data", "device", "save_every", "dry_run", "order", "seed")  # no influence on, or beside, the hash
-
-
-def training_parser(description):
-    """The flags that every training script has; where a default is the preset's, it is None here."""
-    p = Parser(description=description)
-    add = p.add_argument
-    add(
-        "--dataset",
-        default="digits",
-        help="NAME, NAME:FIRST-LAST (those classes only), or a folder with one "
-        f"sub-folder of pictures a class; names: {', '.join(DATASETS)} (default: digits)",
-    )
-    add("--method", default="ncl", help="a file of methods/ (default: ncl)")
-    add("--order", type=whole(1, 5), default=1, help="class order, 1-5; 1 is that of the data set (default: 1)")
-    add("--seed", type=whole(0), default=1, help="seed of weights, batches, noise and memory (default: 1)")
-    add("--tasks", type=whole(1), help="number of tasks, a divisor of the number of classes (default: the data set's)")
-    add("--preset", help="network and training sizes (default: the data set's; a folder's by the picture size)")
-    length = p.add_mutually_exclusive_group()
-    length.add_argument("--steps", type=whole(1), help="training steps a task (default: the preset's)")
-    length.add_argument("--epochs", type=whole(1), help="passes over the task's images (default: the preset's)")
-    add("--batch_size", type=whole(1), help="images of the current task a step (default: the preset's)")
-    add("--lr", type=positive, help="peak learning rate (default: the preset's)")
-    add("--device", default="auto", help="cpu, cuda or cuda:N (default: cuda if there is one)")
-    add(
-        "--precision",
-        choices=("fp32", "bf16"),
-        default="fp32",
-        help="arithmetic of the network; weights and losses stay fp32 (default: fp32)",
-    )
-    add("--out", default="runs", help="folder of the run folders (default: runs)")
-    add("--data", default="data", help="folder of data sets and caches (default: data)")
-    add(
-        "--select",
-        choices=("best", "last"),
-        help="keep a task's best checkpoint or its last one (default: best; tiny: last)",
-    )
-    add("--eval_every", type=whole(1), default=500, help="steps between two scores of --select best (default: 500)")
-    add("--val_samples", type=whole(2), help="images sampled for such a score (default: the preset's)")
-    add("--memory_size", type=whole(0), help="images of past tasks that replay may keep (default: the preset's)")
-    add("--replay_size", type=whole(0), help="replayed images a step (default: the preset's)")
-    add("--save_every", type=whole(1), default=500, help="steps between two saves inside a task (default: 500)")
-    add("--dry_run", action="store_true", help="print configuration, tasks and parameter count; write nothing")
-    return p
-
-
-def method_class(name):
-    """The class of methods/NAME.py: the last one that the file defines."""
-    if not re.fullmatch(r"\w+", name) or not (ROOT / "methods" / f"{name}.py").exists():
-        names = sorted(p.stem for p in (ROOT / "methods").glob("[!_]*.py"))
-        fail(f"unknown method '{name}': methods/ has {', '.join(names)}")
-    module = importlib.import_module(f"methods.{name}")
-    return [c for c in vars(module).values() if isinstance(c, type) and c.__module__ == module.__name__][-1]
-
-
-def resolve(parser, argv, presets):
-    """Parses the flags with the method's own among them, and fills what is left open from the preset."""
-    peek = Parser(add_help=False)
-    peek.add_argument("--method", default="ncl")
-    name = peek.parse_known_args(argv)[0].method
-    method_class(name).add_args(parser.add_argument_group(f"flags of {name}"))
-    args = parser.parse_args(argv)
-    scene = scenario(args.dataset)
-    if args.preset is None:
-        side = None if scene.preset else picture_size(scene.folder)
-        args.preset = scene.preset or min(presets, key=lambda p: abs(np.log(presets[p]["size"] / side)))
-    if args.preset not in presets:
-        fail(f"unknown preset '{args.preset}': choose from {', '.join(presets)}")
-    preset = dict(presets[args.preset])
-    if args.steps or args.epochs:
-        preset.update(steps=None, epochs=None)
-    for flag, value in preset.items():
-        if getattr(args, flag, None) is None:
-            setattr(args, flag, value)
-    args.tasks = args.tasks or scene.tasks
-    if args.tasks > scene.classes:
-        fail(f"--tasks {args.tasks} is more than the {scene.classes} classes of {args.dataset}")
-    if scene.classes % args.tasks:
-        fail(f"--tasks {args.tasks} does not divide the {scene.classes} classes of {args.dataset}")
-    args.classes = scene.classes
-    if scene.folder:  # the path is part of the run's identity
-        args.dataset = str(scene.folder) + (f":{scene.first}-{scene.last}" if scene.classes < scene.total else "")
-    return args
-
-
-# ------------------------------------------------------------------------------ run folders, atomic saves
-
-
-def run_folder(args, backbone):
-    """runs/<dataset>/<backbone>/<method>/order<k>-seed<s>-<hash of the flags that change the result>"""
-    flags = {k: v for k, v in vars(args).items() if k not in UNHASHED}
-    if args.select == "last":
-        flags.update(eval_every=None, val_samples=None)
-    digest = hashlib.blake2b(json.dumps(flags, sort_keys=True).encode(), digest_size=4).hexdigest()
-    name = scenario(args.dataset).name
-    return Path(args.out) / name / backbone / args.method / f"order{args.order}-seed{args.seed}-{digest}"
-
-
-def code_hashes(script, method):
-    files = [Path(script).name, f"methods/{method}.py", "common.py"]
-    return {f: hashlib.sha256((ROOT / f).read_bytes()).hexdigest()[:12] for f in files}
-
-
-def note_changed_code(run, args, script):
-    """Says so if the code is not the one that this run was started with."""
-    config = read_json(run / "config.json")
-    now = code_hashes(script, args.method)
-    changed = [f for f, digest in now.items() if config["code"].get(f) != digest]
-    if changed:
-        print(f"note: {', '.join(changed)} changed since {run} was started; remove the folder to run it anew")
-    return config
-
-
-def stop_if_finished(run, args, script):
-    """Ends the program with exit code 0 if this run is there already; needs no PyTorch."""
-    if (run / "DONE").exists() and not args.dry_run:
-        note_changed_code(run, args, script)
-        print(f"{run} is finished", flush=True)
-        raise SystemExit(0)
-
-
-def describe(args, run, script, backbone, method, data, tasks, device, parameters, **more):
-    """config.json: all that made this run what it is."""
-    import torch
-
-    packages = ("torch", "diffusers", "numpy", "safetensors", "scikit-learn", "pillow")
-    return {
-        "backbone": backbone,
-        "flags": vars(args),
-        "isolated": method.isolated,
-        "command": " ".join(["python", Path(script).name, *sys.argv[1:]]),
-        "code": code_hashes(script, args.method),
-        "versions": {p: importlib.metadata.version(p) for p in packages},
-        "data": {"name": data.name, "digest": data.digest, "classes": data.classes},
-        "tasks": [task.classes for task in tasks],
-        "device": device,
-        "threads": torch.get_num_threads(),
-        "parameters": parameters,
-        **more,
-    }
-
-
-def write_or_check_config(run, config, args, script):
-    """First start: writes config.json. Later starts: the pictures must be the same, the rest is said."""
-    path = run / "config.json"
-    if not path.exists():
-        return write_file(path, json.dumps(config, indent=1).encode())
-    old = note_changed_code(run, args, script)
-    if old["data"] != config["data"]:
-        fail(f"the pictures of {args.dataset} changed since {run} was started; remove that folder to train anew")
-    for key in ("device", "threads"):
-        if old[key] != config[key]:
-            print(f"note: started with {key} {old[key]}, goes on with {config[key]}: not bit-equal", file=sys.stderr)
+# -------------------------------------------------------------------------------------------------- files
 
 
 def read_json(path):
@@ -528,8 +144,6 @@ def read_csv(path):
 
 def write_csv(path, rows):
     """Rows (dicts with the same keys) to a CSV file, atomically."""
-    import io
-
     text = io.StringIO()
     writer = csv.DictWriter(text, rows[0].keys(), lineterminator="\n")
     writer.writeheader()
@@ -598,13 +212,6 @@ def is_sound(folder):
     return not broken
 
 
-def checkpoint_hash(folder):
-    """Short hash of the weights in a task folder: equal weights, equal hash."""
-    lines = (folder / "SHA256SUMS").read_text().splitlines()
-    weights = "\n".join(line for line in lines if line.endswith(".safetensors"))
-    return hashlib.sha256(weights.encode()).hexdigest()[:12]
-
-
 def save_tensors(state, path):
     import torch
 
@@ -616,28 +223,6 @@ def load_tensors(path):
     import torch
 
     return torch.load(path, map_location="cpu", weights_only=True)
-
-
-def finished_tasks(run, tasks):
-    """How many tasks have a sound folder, counted from task 1. A broken one is set aside and trained again."""
-    for t in range(1, tasks + 1):
-        folder = run / f"task{t}"
-        if not is_sound(folder):
-            if folder.exists():
-                shutil.rmtree(folder.with_name(folder.name + ".broken"), ignore_errors=True)
-                folder.rename(folder.with_name(folder.name + ".broken"))
-            return t - 1
-    return tasks
-
-
-def resume_state(run, task):
-    """The newest sound state inside this task, or None to start the task."""
-    for folder in (run / "resume", run / "resume.old"):
-        if is_sound(folder):
-            state = load_tensors(folder / "state.pt")
-            if state["task"] == task:
-                return state
-    return None
 
 
 @contextlib.contextmanager
@@ -655,36 +240,39 @@ def locked(folder, wait=False):
         yield
 
 
-def finish(run):
-    """Marks a run as done; the state inside tasks is needed no more."""
-    write_file(run / "DONE", b"")
-    for folder in (run / "resume", run / "resume.old"):
-        shutil.rmtree(folder, ignore_errors=True)
+# ------------------------------------------------------------------------------------------------ batches
 
 
-# ----------------------------------------------------------------------------------------------- hardware
+@functools.lru_cache(maxsize=4)
+def epoch_permutation(seed, task, epoch, n):
+    return numpy_rng((seed, task, epoch, "epoch")).permutation(n)
 
 
-def pick_device(name):
+def batch_positions(n, step, batch_size, seed, task):
+    """Positions in [0, n) of the images of a step; epochs are laid end to end, so every batch is full."""
+    at, parts = step * batch_size, []
+    while sum(map(len, parts)) < batch_size:
+        epoch, start = divmod(at, n)
+        parts.append(epoch_permutation(seed, task, epoch, n)[start : start + batch_size - sum(map(len, parts))])
+        at += len(parts[-1])
+    return np.concatenate(parts)
+
+
+def proportional_labels(labels, count):
+    """`count` labels in the proportion of `labels`, interleaved so that every prefix keeps it too."""
+    classes, sizes = np.unique(labels, return_counts=True)
+    share = sizes / sizes.sum() * count
+    take = np.floor(share).astype(int)
+    take[np.argsort(take - share, kind="stable")[: count - take.sum()]] += 1
+    place = np.concatenate([(np.arange(k) + 0.5) / max(k, 1) for k in take])
+    return np.repeat(classes, take)[np.argsort(place, kind="stable")].tolist()
+
+
+def append(batch, more):
+    """The rows of `more` behind those of `batch`, for every entry of the batch."""
     import torch
 
-    if name == "auto":
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    if not re.fullmatch(r"cpu|cuda(:\d+)?", name):
-        fail(f"unknown device '{name}': choose cpu, cuda or cuda:N")
-    if name != "cpu" and int(name[5:] or 0) >= torch.cuda.device_count():
-        fail(f"device '{name}' is not there: PyTorch sees {torch.cuda.device_count()} GPUs")
-    return name
-
-
-def on_gpu(images, indices, device):
-    """The images `indices` as one uint8 tensor on the GPU; None on a CPU, or if they take over half its free memory."""
-    import torch
-
-    if not device.startswith("cuda"):
-        return None
-    size = len(indices) * images[:1].nbytes
-    return torch.from_numpy(images[indices]).to(device) if size < torch.cuda.mem_get_info(device)[0] / 2 else None
+    return {name: torch.cat([rows, more[name]]) for name, rows in batch.items()}
 
 
 # ---------------------------------------------------------------------------------------------- reservoir
@@ -738,68 +326,29 @@ class Reservoir:
         self.images, self.labels, self.seen = state["images"].numpy(), state["labels"].numpy(), state["seen"]
 
 
-# ---------------------------------------------------------------------------------------------- log, cost
+# ----------------------------------------------------------------------------------------------- hardware
 
 
-class Log:
-    """log.csv. Values stay on the device until `flush`, so that a step does not wait for the host.
+def pick_device(name):
+    import torch
 
-    `flush` averages over the steps since the last one, appends a row, and ends the program at the first
-    step whose loss or penalty is not finite.
-    """
-
-    def __init__(self, path, task, step):
-        self.path, self.task, self.pending = path, task, []
-        rows = [r for r in read_csv(path) if r["images_per_second"]]  # a torn last line lacks its end
-        kept = [r for r in rows if (int(r["task"]), int(r["step"])) <= (task, step)]
-        if kept:
-            write_csv(path, kept)
-        else:
-            path.unlink(missing_ok=True)
-        self.header = list(kept[0]) if kept else None
-        self.clock = time.perf_counter()
-
-    def add(self, step, values):
-        """values: {column: 0-d tensor or number}; lazy phases may leave their columns out."""
-        self.pending.append((step, values))
-
-    def flush(self, images, lr, seconds):
-        """images: trained on since the last flush. Returns the row, or None if there is nothing new."""
-        import torch
-
-        if not self.pending:
-            return None
-        names = list(dict.fromkeys(name for _, values in self.pending for name in values))
-        means = {}
-        for name in names:
-            steps, column = zip(*((s, v[name]) for s, v in self.pending if name in v), strict=True)
-            column = torch.stack([torch.as_tensor(c, dtype=torch.float32).detach() for c in column]).cpu()
-            bad = (~column.isfinite()).nonzero()
-            if len(bad) and name.startswith(("loss", "penalty")):
-                fail(
-                    f"{name} of task {self.task} is {column[bad[0, 0]].item()} at step {steps[bad[0, 0]]}; nothing "
-                    "was saved since it was last finite; try a lower --lr",
-                    code=1,
-                )
-            means[name] = column.mean().item()
-        step = self.pending[-1][0] + 1
-        now = time.perf_counter()
-        speed, self.clock, self.pending = images / (now - self.clock), now, []
-        row = {"task": self.task, "step": step, **{k: f"{v:.6g}" for k, v in means.items()}, "lr": f"{lr:.6g}"}
-        row |= {"seconds": f"{seconds:.2f}", "images_per_second": f"{speed:.1f}"}
-        new = self.header is None
-        self.header = self.header or list(row)
-        with open(self.path, "a", newline="") as file:
-            writer = csv.DictWriter(file, self.header, restval="", lineterminator="\n")
-            if new:
-                writer.writeheader()
-            writer.writerow(row)
-        return row
+    if name == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    if not re.fullmatch(r"cpu|cuda(:\d+)?", name):
+        fail(f"unknown device '{name}': choose cpu, cuda or cuda:N")
+    if name != "cpu" and int(name[5:] or 0) >= torch.cuda.device_count():
+        fail(f"device '{name}' is not there: PyTorch sees {torch.cuda.device_count()} GPUs")
+    return name
 
 
-def progress(total, description):
-    """A bar in images: loss, images a second, time left. Silent where there is no terminal."""
-    return tqdm(total=total, desc=description, unit="img", unit_scale=True, disable=None, leave=False)
+def on_gpu(images, indices, device):
+    """The images `indices` as one uint8 tensor on the GPU; None on a CPU, or if they take over half its free memory."""
+    import torch
+
+    if not device.startswith("cuda"):
+        return None
+    size = len(indices) * images[:1].nbytes
+    return torch.from_numpy(images[indices]).to(device) if size < torch.cuda.mem_get_info(device)[0] / 2 else None
 
 
 def peak_memory(device):
@@ -813,6 +362,14 @@ def peak_memory(device):
     except ImportError:  # Windows
         return 0
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+# ------------------------------------------------------------------------------------------------ showing
+
+
+def progress(total, description):
+    """A bar in images: loss, images a second, time left. Silent where there is no terminal."""
+    return tqdm(total=total, desc=description, unit="img", unit_scale=True, disable=None, leave=False)
 
 
 def picture_grid(rows, path):

@@ -24,6 +24,8 @@ from pathlib import Path
 import numpy as np
 
 import common
+import runfolder
+import streams
 
 LARGER_IS_BETTER = {"FID": False, "accuracy": True}
 PAPER_ORDER = ["noncl", "ensemble", "ncl", "er", "gr", "kd", "l2", "ewc", "si", "mas", "agem", "clora"]
@@ -237,7 +239,7 @@ def valid_rows(run):
     hashes = {}
     for folder in run.glob("task*"):
         if (folder / "SHA256SUMS").exists():
-            hashes[folder.name] = common.checkpoint_hash(folder)
+            hashes[folder.name] = runfolder.checkpoint_hash(folder)
     return [r for r in common.read_csv(run / "quality.csv") if hashes.get(f"task{r['trained_to']}") == r["checkpoint"]]
 
 
@@ -254,8 +256,8 @@ def score(run, config, args, data, missing, extractor, protocol, references):
     module = importlib.import_module(f"train_{config['backbone']}")
     learner = module.Learner(flags, data, extractor.device)
     learner.sample_batch = args.batch_size
-    method = common.method_class(flags.method)(flags, learner)
-    tasks = common.split(data, [c for task in config["tasks"] for c in task], flags.tasks)
+    method = runfolder.method_class(flags.method)(flags, learner)
+    tasks = streams.split(data, [c for task in config["tasks"] for c in task], flags.tasks)
     bar = common.tqdm(missing, f"scoring {config['data']['name']} {flags.method} {run.name}", disable=None, leave=False)
     for trained_to, i in bar:
         folder = run / f"task{trained_to}"
@@ -280,7 +282,7 @@ def score(run, config, args, data, missing, extractor, protocol, references):
                 "value": f"{value:.6g}",
                 **protocol,
                 "reference_images": len(task.indices),
-                "checkpoint": common.checkpoint_hash(folder),
+                "checkpoint": runfolder.checkpoint_hash(folder),
             }
             for metric, value in values.items()
         ]
@@ -363,7 +365,7 @@ def method_rank(method):
 
 def name_variants(records):
     """r["variant"]: the method, with the flags that differ between its runs on the same data set."""
-    ignored = common.UNHASHED
+    ignored = runfolder.UNHASHED
     for record in records:
         same = [r for r in records if all(r[k] == record[k] for k in ("dataset", "backbone", "method"))]
         flags = record["config"]["flags"]
@@ -592,7 +594,7 @@ def main(argv=None):
     for run, config in runs.items():
         scene = config["flags"]["dataset"], config["flags"]["size"]
         if scene not in datas:
-            datas[scene] = common.load_data(common.scenario(scene[0]), scene[1], args.data)
+            datas[scene] = streams.load_data(streams.scenario(scene[0]), scene[1], args.data)
         data = datas[scene]
         if config["data"]["digest"] != data.digest:
             common.fail(f"{run} was trained on other pictures than {scene[0]} holds now")

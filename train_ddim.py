@@ -11,6 +11,8 @@ From top to bottom: presets and flags Â· the learner (network, loss, sampling) Â
 """
 
 import common
+import runfolder
+import streams
 
 PRESETS = {  # CLoG, table 18; tiny is for the embedded digits
     "tiny": dict(size=8, widths=[32, 64], layers=1, groups=8, batch_size=64, replay_size=32, memory_size=20,
@@ -25,16 +27,16 @@ PRESETS = {  # CLoG, table 18; tiny is for the embedded digits
 
 
 def parse_args(argv=None):
-    parser = common.training_parser(__doc__)
+    parser = runfolder.training_parser(__doc__)
     parser.add_argument("--ddim_steps", type=common.whole(1, 1000), help="denoising steps of the sampler "
                         "(default: 20 for tiny, else 50)")  # fmt: skip
-    return common.resolve(parser, argv, PRESETS)
+    return runfolder.resolve(parser, argv, PRESETS)
 
 
 if __name__ == "__main__":  # a finished run is recognised before PyTorch is loaded
     with common.one_line_errors():
         ARGS = parse_args()
-        common.stop_if_finished(common.run_folder(ARGS, "ddim"), ARGS, __file__)
+        runfolder.stop_if_finished(runfolder.run_folder(ARGS, "ddim"), ARGS, __file__)
 
 import copy  # noqa: E402
 import json  # noqa: E402
@@ -193,11 +195,11 @@ def load_states(modules, states):
 
 
 def train(args):
-    script, run = __file__, common.run_folder(args, "ddim")
-    scene = common.scenario(args.dataset)
-    data = common.load_data(scene, args.size, args.data, read=not args.dry_run)
-    tasks = common.split(data, scene.order(args.order), args.tasks)
-    Method = common.method_class(args.method)
+    script, run = __file__, runfolder.run_folder(args, "ddim")
+    scene = streams.scenario(args.dataset)
+    data = streams.load_data(scene, args.size, args.data, read=not args.dry_run)
+    tasks = streams.split(data, scene.order(args.order), args.tasks)
+    Method = runfolder.method_class(args.method)
 
     if args.dry_run:
         with torch.device("meta"):
@@ -213,14 +215,14 @@ def train(args):
     learner = DDIM(args, data, device)
     method = Method(args, learner)
     parameters = sum(p.numel() for p in learner.unet.parameters())
-    config = common.describe(
+    config = runfolder.describe(
         args, run, script, "ddim", method, data, tasks, device, parameters, scheduler=dict(learner.scheduler.config)
     )
 
     with common.locked(run):
-        common.write_or_check_config(run, config, args, script)
+        runfolder.write_or_check_config(run, config, args, script)
         judge = eval_metrics.Classifier(data, args.data, device) if args.select == "best" else None
-        done = common.finished_tasks(run, len(tasks))
+        done = runfolder.finished_tasks(run, len(tasks))
         if done:
             learner.load(run / f"task{done}")
             method.load_state_dict(common.load_tensors(run / f"task{done}" / "method.pt"))
@@ -239,14 +241,14 @@ def train(args):
                 reference = eval_metrics.statistics(judge.features(data.images[indices]))
             start, best = 0, None
             cost = {"train": 0.0, "replay": 0.0, "importance": 0.0, "selection": 0.0}
-            state = common.resume_state(run, task.number)
+            state = runfolder.resume_state(run, task.number)
             if state:
                 start, best, cost = state["step"], state["best"], state["cost"]
                 load_states(learner.nets, state["nets"])
                 load_states(optimisers, state["optimisers"])
                 method.load_state_dict(state["method"])
                 print(f"task {task.number}: goes on from step {start} of {steps}")
-            log = common.Log(run / "log.csv", task.number, start)
+            log = runfolder.Log(run / "log.csv", task.number, start)
             bar = common.progress(steps * args.batch_size, f"{args.method} task {task.number}/{len(tasks)}")
             bar.update(start * args.batch_size)
             resident = common.on_gpu(data.images, indices, device)
@@ -288,7 +290,140 @@ def train(args):
                 last = step + 1 == steps
                 score_now = judge and ((step + 1) % args.eval_every == 0 or last)
                 save_now = (step + 1) % args.save_every == 0 and not last
-                if (step + 1) % common.LOG_EVERY == 0 or last or score_now or save_now:
+                if (step + 1) % runfolder.LOG_EVERY == 0 or last or score_now or save_now:
+                    cost["train"] += time.perf_counter() - clock
+                    clock = time.perf_counter()
+                    row = log.flush(seen, lr, cost["train"])
+                    seen = 0
+                    bar.set_postfix(loss=row["loss_main"], refresh=False)
+                if score_now:
+                    features = judge.features(learner.sample(val_labels, val_seeds))
+                    score = eval_metrics.frechet_distance(eval_metrics.statistics(features), reference)
+                    if best is None or score < best["score"]:
+                        best = {"score": score, "step": step + 1, "method": method.state_dict()}
+                        best["nets"] = copy_states(learner.nets)
+                    cost["selection"] += time.perf_counter() - clock
+                if save_now:
+                    state = {"task": task.number, "step": step + 1, "best": best, "cost": cost}
+                    state |= {"nets": copy_states(learner.nets), "method": method.state_dict()}
+                    state["optimisers"] = {name: o.state_dict() for name, o in optimisers.items()}
+                    with common.new_folder(run / "resume") as folder:
+                        common.save_tensors(state, folder / "state.pt")
+                if score_now or save_now:
+                    clock = time.perf_counter()
+                    log.clock = clock
+
+            # ---- keep the task
+            bar.close()
+            if best:
+                load_states(learner.nets, best["nets"])
+                method.load_state_dict(best["method"])
+            clock = time.perf_counter()
+            method.end_task(task)
+            cost["importance"] = time.perf_counter() - clock
+            shown = task.classes if method.isolated else [c for t in tasks[: task.number] for c in t.classes]
+            shown = shown[-20:]
+            seeds = common.sampling_seeds((args.seed, "samples"), 8 * len(shown))
+            images = learner.sample([c for c in shown for _ in range(8)], seeds)
+            about = {
+                "kept_step": best["step"] if best else steps,
+                "selection_score": best["score"] if best else None,
+                "steps": steps,
+                "seconds": cost | {"train": cost["train"] - cost["replay"]},
+                "peak_memory_bytes": common.peak_memory(device),
+                "parameters_trained": sum(p.numel() for p in params["main"].values()),
+                "parameters_stored": stored(parameters, method, task.number),
+            }
+            with common.new_folder(run / f"task{task.number}") as folder:
+                method.save(folder)
+                common.save_tensors(method.state_dict(), folder / "method.pt")
+                common.picture_grid(images.unflatten(0, (len(shown), 8)), folder / "samples.png")
+                (folder / "cost.json").write_text(json.dumps(about, indent=1))
+            names = " ".join(data.classes[c] for c in task.classes)
+            print(f"task {task.number}: classes {task.classes} ({names}), {len(task.indices)} images")
+        print(f"U-Net: {parameters:,} parameters\nrun folder: {run}")
+        return
+
+    device = common.pick_device(args.device)
+    learner = DDIM(args, data, device)
+    method = Method(args, learner)
+    parameters = sum(p.numel() for p in learner.unet.parameters())
+    config = runfolder.describe(
+        args, run, script, "ddim", method, data, tasks, device, parameters, scheduler=dict(learner.scheduler.config)
+    )
+
+    with common.locked(run):
+        runfolder.write_or_check_config(run, config, args, script)
+        judge = eval_metrics.Classifier(data, args.data, device) if args.select == "best" else None
+        done = runfolder.finished_tasks(run, len(tasks))
+        if done:
+            learner.load(run / f"task{done}")
+            method.load_state_dict(common.load_tensors(run / f"task{done}" / "method.pt"))
+
+        for task in tasks[done:]:
+            # ---- set up the task
+            method.start_task(task)
+            indices = method.training_data(task, tasks[: task.number - 1])
+            own_steps = args.steps or math.ceil(args.epochs * len(task.indices) / args.batch_size)
+            steps = round(own_steps * len(indices) / len(task.indices))  # Non-CL: as the pool grows
+            params = {phase.name: learner.params(phase) for phase in learner.phases(0)}
+            optimisers = {name: torch.optim.Adam(p.values(), args.lr, fused=True) for name, p in params.items()}
+            if judge:
+                val_labels = common.proportional_labels(data.labels[indices], args.val_samples)
+                val_seeds = common.sampling_seeds((args.seed, task.number, "selection"), args.val_samples)
+                reference = eval_metrics.statistics(judge.features(data.images[indices]))
+            start, best = 0, None
+            cost = {"train": 0.0, "replay": 0.0, "importance": 0.0, "selection": 0.0}
+            state = runfolder.resume_state(run, task.number)
+            if state:
+                start, best, cost = state["step"], state["best"], state["cost"]
+                load_states(learner.nets, state["nets"])
+                load_states(optimisers, state["optimisers"])
+                method.load_state_dict(state["method"])
+                print(f"task {task.number}: goes on from step {start} of {steps}")
+            log = runfolder.Log(run / "log.csv", task.number, start)
+            bar = common.progress(steps * args.batch_size, f"{args.method} task {task.number}/{len(tasks)}")
+            bar.update(start * args.batch_size)
+            resident = common.on_gpu(data.images, indices, device)
+            clock, seen = time.perf_counter(), 0
+
+            # ---- train
+            for step in range(start, steps):
+                key = (args.seed, task.number, step)
+                learner.unet.train()
+                pick = common.batch_positions(len(indices), step, args.batch_size, args.seed, task.number)
+                images = data.images[indices[pick]] if resident is None else resident[pick]
+                batch = learner.draw(images, data.labels[indices[pick]], key)
+                mixing = time.perf_counter()
+                batch = method.mix(batch, key)
+                cost["replay"] += time.perf_counter() - mixing
+                lr = learning_rate(step, steps, args.lr)
+                record = {}
+                for phase in learner.phases(step):
+                    optimiser, weights = optimisers[phase.name], params[phase.name].values()
+                    optimiser.zero_grad()
+                    torch.manual_seed(common.hash32((*key, phase.name)))  # dropout
+                    loss = learner.loss(phase, batch)
+                    penalty = method.penalty(phase, batch)
+                    (loss + penalty).backward()
+                    closed_form = method.after_backward(phase, batch)
+                    norm = torch.nn.utils.clip_grad_norm_(weights, 1.0)
+                    for group in optimiser.param_groups:
+                        group["lr"] = lr
+                    optimiser.step()
+                    method.after_step(phase)
+                    record[f"loss_{phase.name}"] = loss.detach()
+                    record["penalty"] = penalty if closed_form is None else penalty + closed_form
+                    record["gradient_norm"], record["clipped"] = norm, norm > 1.0
+                log.add(step, record)
+                bar.update(args.batch_size)
+                seen += args.batch_size
+
+                # ---- log, select, save
+                last = step + 1 == steps
+                score_now = judge and ((step + 1) % args.eval_every == 0 or last)
+                save_now = (step + 1) % args.save_every == 0 and not last
+                if (step + 1) % runfolder.LOG_EVERY == 0 or last or score_now or save_now:
                     cost["train"] += time.perf_counter() - clock
                     clock = time.perf_counter()
                     row = log.flush(seen, lr, cost["train"])
@@ -343,7 +478,7 @@ def train(args):
                 f"{steps} steps in {cost['train']:.0f} s",
                 flush=True,
             )
-        common.finish(run)
+        runfolder.finish(run)
     print(f"{run} is finished")
 
 

@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 
-import common
+import streams
 import train_ddim
 
 
@@ -53,7 +53,7 @@ def measure(bench, folder):
             bench.precision, "--select", "last", "--steps", "100000", "--save_every", "100000", "--out", folder,
             "--data", folder]  # fmt: skip
     args = train_ddim.parse_args(argv)
-    data = common.load_data(common.scenario(args.dataset), args.size, folder)
+    data = streams.load_data(streams.scenario(args.dataset), args.size, folder)
     others = {f"plain loop, {bench.precision}": plain_loop(args, data, bench.precision)}
     if bench.precision == "bf16":
         others["plain loop, fp32"] = plain_loop(args, data, "fp32")

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-import common
+import runfolder
 import train_ddim
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -29,7 +29,7 @@ def train(tmp_path, cache):
 
     def run(out, *flags):
         args = train_ddim.parse_args([*SMALL, "--out", str(tmp_path / out), "--data", str(cache), *flags])
-        folder = common.run_folder(args, "ddim")
+        folder = runfolder.run_folder(args, "ddim")
         if not (folder / "DONE").exists():
             train_ddim.train(args)
         return folder

@@ -9,6 +9,8 @@ from conftest import ROOT, SMALL, Stop
 from PIL import Image
 
 import common
+import runfolder
+import streams
 import train_ddim
 
 
@@ -84,12 +86,12 @@ def test_changed_pictures_do_not_go_on_in_the_old_run(tmp_path, capsys, monkeypa
     pictures = folder_of(tmp_path / "pictures", "a", "b")
     flags = ["--out", str(tmp_path / "runs"), "--data", str(tmp_path), "--dataset", str(pictures), "--steps", "2",
              "--ddim_steps", "1"]  # fmt: skip
-    monkeypatch.setattr(common, "finish", lambda run: (_ for _ in ()).throw(Stop))
+    monkeypatch.setattr(runfolder, "finish", lambda run: (_ for _ in ()).throw(Stop))
     with pytest.raises(Stop):
         train_ddim.train(train_ddim.parse_args(flags))
     capsys.readouterr()
     Image.new("RGB", (8, 8)).save(pictures / "a" / "new.png")
-    common.class_folders.cache_clear()  # as in a new process
+    streams.class_folders.cache_clear()  # as in a new process
     message(capsys, flags, "changed since")
 
 
@@ -110,7 +112,7 @@ def test_a_loss_that_is_not_finite(script, tmp_path):
 
 def test_a_folder_in_use(train, script, tmp_path):
     args = train_ddim.parse_args(SMALL)
-    with common.locked(tmp_path / common.run_folder(args, "ddim")):
+    with common.locked(tmp_path / runfolder.run_folder(args, "ddim")):
         one_line(script("train_ddim.py", *SMALL), 2, "in use by another process")
 
 
@@ -118,7 +120,7 @@ def test_a_full_disk_loses_nothing(train, tmp_path, cache, monkeypatch):
     """A limit on the size of a file in the child stands for a full disk."""
     unbroken = train("unbroken")
     with monkeypatch.context() as patch:
-        patch.setattr(common, "finish", lambda run: (_ for _ in ()).throw(Stop))
+        patch.setattr(runfolder, "finish", lambda run: (_ for _ in ()).throw(Stop))
         with pytest.raises(Stop):
             train("full")
     run = tmp_path / "full" / unbroken.relative_to(tmp_path / "unbroken")
@@ -136,4 +138,4 @@ def test_a_full_disk_loses_nothing(train, tmp_path, cache, monkeypatch):
         assert common.is_sound(run / "task1") and not list(run.glob("*.tmp"))
         assert sorted(p.name for p in run.glob("task*")) == ["task1"]
     train("full")
-    assert common.checkpoint_hash(run / "task2") == common.checkpoint_hash(unbroken / "task2")
+    assert runfolder.checkpoint_hash(run / "task2") == runfolder.checkpoint_hash(unbroken / "task2")

@@ -8,11 +8,13 @@ import torch
 from PIL import Image
 
 import common
+import runfolder
+import streams
 
 
 def toy_data(n, classes=2):
     images = np.arange(n, dtype=np.uint8)[:, None, None, None] * np.ones((1, 3, 2, 2), np.uint8)
-    return common.Data("toy", images, np.arange(n) % classes, [str(c) for c in range(classes)], "none")
+    return streams.Data("toy", images, np.arange(n) % classes, [str(c) for c in range(classes)], "none")
 
 
 def test_keys_never_change():
@@ -23,10 +25,10 @@ def test_keys_never_change():
 
 
 def test_class_orders():
-    digits = common.scenario("digits")
+    digits = streams.scenario("digits")
     assert digits.order(1) == list(range(10))
     assert digits.order(2) == [3, 9, 1, 8, 0, 2, 6, 4, 5, 7]  # CLoG, table 16
-    half = common.scenario("digits:5-9")
+    half = streams.scenario("digits:5-9")
     assert half.order(2) == [4, 3, 1, 0, 2]  # 9 8 6 5 7, numbered from 0
     assert (half.classes, half.tasks, half.name) == (5, 5, "digits_5-9")
 
@@ -35,7 +37,7 @@ def test_orders_of_folders_are_frozen(tmp_path):
     for c in "abcdef":
         (tmp_path / c).mkdir()
         Image.new("RGB", (8, 8)).save(tmp_path / c / "1.png")
-    scene = common.scenario(str(tmp_path))
+    scene = streams.scenario(str(tmp_path))
     assert scene.order(1) == [0, 1, 2, 3, 4, 5]
     assert scene.order(2) == [0, 1, 2, 5, 4, 3]
     assert all(sorted(scene.order(k)) == list(range(6)) for k in range(1, 6))
@@ -43,14 +45,14 @@ def test_orders_of_folders_are_frozen(tmp_path):
 
 
 def test_tasks_cover_every_image_once():
-    scene = common.scenario("digits")
-    data = common.load_data(scene, 8, "unused")
+    scene = streams.scenario("digits")
+    data = streams.load_data(scene, 8, "unused")
     assert data.images.shape == (1797, 3, 8, 8) and data.images.dtype == np.uint8 and data.images.max() == 255
-    tasks = common.split(data, scene.order(2), 5)
+    tasks = streams.split(data, scene.order(2), 5)
     assert [t.classes for t in tasks] == [[3, 9], [1, 8], [0, 2], [6, 4], [5, 7]]
     assert sorted(np.concatenate([t.indices for t in tasks])) == list(range(1797))
     assert all(set(data.labels[t.indices]) == set(t.classes) for t in tasks)
-    part = common.load_data(common.scenario("digits:5-9"), 8, "unused")
+    part = streams.load_data(streams.scenario("digits:5-9"), 8, "unused")
     assert part.classes == ["5", "6", "7", "8", "9"] and set(part.labels) == {0, 1, 2, 3, 4}
     assert (part.images == data.images[data.labels >= 5]).all()
 
@@ -144,16 +146,16 @@ def mixed(tmp_path):
 
 
 def test_folder_of_every_kind_of_picture(mixed, tmp_path, capsys):
-    scene = common.scenario(str(mixed))
-    data = common.load_data(scene, 32, tmp_path)
+    scene = streams.scenario(str(mixed))
+    data = streams.load_data(scene, 32, tmp_path)
     assert data.images.shape == (9, 3, 32, 32) and data.labels.tolist() == [0] * 5 + [1] * 4
     assert data.classes == ["a", "b"] and capsys.readouterr().err.count("2 entries") == 1
-    names = sorted(p.name for p in (mixed / "b").iterdir() if p.suffix.lower() in common.PICTURES)
+    names = sorted(p.name for p in (mixed / "b").iterdir() if p.suffix.lower() in streams.PICTURES)
     gray16 = data.images[5 + names.index("gray16.png")]
     assert abs(gray16.mean() - 127.5) < 2  # scaled, not clipped
     gray = data.images[sorted(["rgb.png", "gray.png", "palette.png", "cmyk.jpg", "onebit.png"]).index("gray.png")]
     assert (gray[0] == gray[1]).all() and (gray[0] == gray[2]).all()
-    again = common.load_data(common.scenario(str(mixed)), 32, tmp_path)
+    again = streams.load_data(streams.scenario(str(mixed)), 32, tmp_path)
     assert (again.images == data.images).all() and again.digest == data.digest
 
 
@@ -165,7 +167,7 @@ def test_pictures_are_turned_upright(tmp_path):
     turned = Image.fromarray(picture).transpose(Image.Transpose.ROTATE_90)
     turned.save(tmp_path / "tagged.jpg", quality=100, subsampling=0, exif=exif)
     Image.fromarray(picture).save(tmp_path / "upright.png")
-    tagged, upright = (common.read_picture(tmp_path / n, 8).astype(int) for n in ("tagged.jpg", "upright.png"))
+    tagged, upright = (streams.read_picture(tmp_path / n, 8).astype(int) for n in ("tagged.jpg", "upright.png"))
     assert abs(tagged - upright).max() <= 4
     assert upright[0, 0, 0] > 250 and upright[2, 0, -1] > 250
 
@@ -177,13 +179,13 @@ def test_broken_state_is_set_aside_and_the_one_before_is_used(tmp_path, capsys):
     for step in (1, 2):
         with common.new_folder(tmp_path / "resume") as folder:
             common.save_tensors({"task": 1, "step": step, "w": torch.ones(100)}, folder / "state.pt")
-    assert common.resume_state(tmp_path, 1)["step"] == 2
-    assert common.resume_state(tmp_path, 2) is None
+    assert runfolder.resume_state(tmp_path, 1)["step"] == 2
+    assert runfolder.resume_state(tmp_path, 2) is None
     state = tmp_path / "resume" / "state.pt"
     content = bytearray(state.read_bytes())
     content[len(content) // 2] ^= 1  # one bit
     state.write_bytes(content)
-    assert common.resume_state(tmp_path, 1)["step"] == 1
+    assert runfolder.resume_state(tmp_path, 1)["step"] == 1
     assert "resume is broken (state.pt)" in capsys.readouterr().err
 
 
@@ -197,7 +199,7 @@ def test_interrupted_save_leaves_the_old_state(tmp_path):
 
 
 def test_log_cuts_and_averages(tmp_path):
-    log = common.Log(tmp_path / "log.csv", 1, 0)
+    log = runfolder.Log(tmp_path / "log.csv", 1, 0)
     for step in range(4):
         log.add(step, {"loss_main": torch.tensor(float(step)), "penalty": 0.0})
         if step % 2:
@@ -206,12 +208,12 @@ def test_log_cuts_and_averages(tmp_path):
     assert [(r["step"], r["loss_main"]) for r in rows] == [("2", "0.5"), ("4", "2.5")]
     with open(tmp_path / "log.csv", "a") as file:
         file.write("1,5,0.")  # torn by a kill
-    common.Log(tmp_path / "log.csv", 1, 2)
+    runfolder.Log(tmp_path / "log.csv", 1, 2)
     assert [r["step"] for r in common.read_csv(tmp_path / "log.csv")] == ["2"]
 
 
 def test_log_names_the_step_that_is_not_finite(tmp_path, capsys):
-    log = common.Log(tmp_path / "log.csv", 3, 0)
+    log = runfolder.Log(tmp_path / "log.csv", 3, 0)
     for step in range(10):
         log.add(step, {"loss_main": torch.tensor(float("nan") if step >= 6 else 1.0)})
     with pytest.raises(SystemExit) as end:

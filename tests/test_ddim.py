@@ -15,6 +15,8 @@ from conftest import ROOT, SMALL, Stop
 from safetensors.torch import load_file
 
 import common
+import runfolder
+import streams
 import train_ddim
 
 METHODS = ["ncl", "noncl", "ensemble", "er"]
@@ -45,7 +47,7 @@ def assert_same_run(a, b):
 @pytest.fixture
 def learner(cache):
     args = train_ddim.parse_args([*SMALL, "--ddim_steps", "10"])
-    return train_ddim.DDIM(args, common.load_data(common.scenario(args.dataset), 8, cache), "cpu")
+    return train_ddim.DDIM(args, streams.load_data(streams.scenario(args.dataset), 8, cache), "cpu")
 
 
 # --------------------------------------------------------------------------------------- network, sampler
@@ -175,8 +177,8 @@ def test_noncl_trains_longer_on_the_pool(train):
 def test_ensemble_samples_task_1_from_its_own_network(train, cache):
     run = train("a", "--method", "ensemble")
     args = train_ddim.parse_args([*SMALL, "--method", "ensemble"])
-    learner = train_ddim.DDIM(args, common.load_data(common.scenario(args.dataset), 8, cache), "cpu")
-    method = common.method_class("ensemble")(args, learner)
+    learner = train_ddim.DDIM(args, streams.load_data(streams.scenario(args.dataset), 8, cache), "cpu")
+    method = runfolder.method_class("ensemble")(args, learner)
     seeds, images = common.sampling_seeds((0,), 4), []
     for trained_to in (1, 2):
         method.load(run, trained_to, 1)
@@ -208,7 +210,7 @@ def test_a_run_folder_says_what_made_it(train):
     run = train("a", "--method", "er")
     config = common.read_json(run / "config.json")
     assert config["flags"]["replay_size"] == 4 and config["isolated"] is False and config["threads"] >= 1
-    assert set(config["code"]) == {"train_ddim.py", "methods/er.py", "common.py"}
+    assert set(config["code"]) == {"train_ddim.py", "methods/er.py", "common.py", "runfolder.py", "streams.py"}
     assert config["tasks"] == [[0, 1], [2, 3]] and config["scheduler"]["num_train_timesteps"] == 1000
     assert (run / "task2" / "samples.png").exists() and not (run / "resume").exists()
     cost = common.read_json(run / "task2" / "cost.json")
@@ -275,7 +277,7 @@ def test_stopped_anywhere_and_resumed_is_unbroken(train, monkeypatch, tmp_path, 
 
 
 def test_stopped_as_the_run_ends(train, monkeypatch):
-    assert_same_run(train("unbroken"), stopped(train, monkeypatch, (common, "finish"), 1))
+    assert_same_run(train("unbroken"), stopped(train, monkeypatch, (runfolder, "finish"), 1))
 
 
 def test_a_broken_task_folder_is_trained_again(train, capsys):

@@ -8,6 +8,7 @@ import torch
 
 import common
 import eval_metrics as em
+import streams
 
 
 def test_frechet_distance_closed_forms():
@@ -54,7 +55,7 @@ def test_continual_metrics_by_hand():
 
 
 def test_conditional_accuracy_and_pixel_ranges(cache):
-    data = common.load_data(common.scenario("digits:0-3"), 8, cache)
+    data = streams.load_data(streams.scenario("digits:0-3"), 8, cache)
     judge = em.Classifier(data, cache, "cpu")
     assert judge.held_out > 0.97
     assert judge.accuracy(data.images, data.labels) > 0.98
@@ -70,7 +71,7 @@ def test_conditional_accuracy_and_pixel_ranges(cache):
 
 
 def test_noise_is_far_and_the_data_are_near(cache):
-    data = common.load_data(common.scenario("digits:0-3"), 8, cache)
+    data = streams.load_data(streams.scenario("digits:0-3"), 8, cache)
     judge = em.Classifier(data, cache, "cpu")
     noise = np.random.default_rng(0).integers(0, 256, (200, 3, 8, 8), dtype=np.uint8)
     reference = em.statistics(judge.features(data.images))

@@ -1,0 +1,286 @@
+"""A training run: its flags, its folder, its state inside a task, its log.
+
+runs/<dataset>/<backbone>/<method>/order<k>-seed<s>-<hash>/
+    config.json   what made it     log.csv   a row every LOG_EVERY steps     task1/ …   what was learnt
+    resume/       the newest state inside a task     DONE   when there is nothing left to do
+"""
+
+import csv
+import hashlib
+import importlib
+import importlib.metadata
+import json
+import re
+import shlex
+import shutil
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+
+from common import (
+    ROOT,
+    Parser,
+    fail,
+    is_sound,
+    load_tensors,
+    positive,
+    read_csv,
+    read_json,
+    whole,
+    write_csv,
+    write_file,
+)
+from streams import DATASETS, picture_size, scenario
+
+LOG_EVERY = 10  # steps between two rows of log.csv; a row averages over them, so the device is asked once
+UNHASHED = ("out", "data", "device", "save_every", "dry_run", "order", "seed")  # no influence on, or beside, the hash
+
+
+def training_parser(description):
+    """The flags that every training script has; where a default is the preset's, it is None here."""
+    p = Parser(description=description)
+    add = p.add_argument
+    add(
+        "--dataset",
+        default="digits",
+        help="NAME, NAME:FIRST-LAST (those classes only), or a folder with one "
+        f"sub-folder of pictures a class; names: {', '.join(DATASETS)} (default: digits)",
+    )
+    add("--method", default="ncl", help="a file of methods/ (default: ncl)")
+    add("--order", type=whole(1, 5), default=1, help="class order, 1-5; 1 is that of the data set (default: 1)")
+    add("--seed", type=whole(0), default=1, help="seed of weights, batches, noise and memory (default: 1)")
+    add("--tasks", type=whole(1), help="number of tasks, a divisor of the number of classes (default: the data set's)")
+    add("--preset", help="network and training sizes (default: the data set's; a folder's by the picture size)")
+    length = p.add_mutually_exclusive_group()
+    length.add_argument("--steps", type=whole(1), help="training steps a task (default: the preset's)")
+    length.add_argument("--epochs", type=whole(1), help="passes over the task's images (default: the preset's)")
+    add("--batch_size", type=whole(1), help="images of the current task a step (default: the preset's)")
+    add("--lr", type=positive, help="peak learning rate (default: the preset's)")
+    add("--device", default="auto", help="cpu, cuda or cuda:N (default: cuda if there is one)")
+    add(
+        "--precision",
+        choices=("fp32", "bf16"),
+        default="fp32",
+        help="arithmetic of the network; weights and losses stay fp32 (default: fp32)",
+    )
+    add("--out", default="runs", help="folder of the run folders (default: runs)")
+    add("--data", default="data", help="folder of data sets and caches (default: data)")
+    add(
+        "--select",
+        choices=("best", "last"),
+        help="keep a task's best checkpoint or its last one (default: best; tiny: last)",
+    )
+    add("--eval_every", type=whole(1), default=500, help="steps between two scores of --select best (default: 500)")
+    add("--val_samples", type=whole(2), help="images sampled for such a score (default: the preset's)")
+    add("--memory_size", type=whole(0), help="images of past tasks that replay may keep (default: the preset's)")
+    add("--replay_size", type=whole(0), help="replayed images a step (default: the preset's)")
+    add("--save_every", type=whole(1), default=500, help="steps between two saves inside a task (default: 500)")
+    add("--dry_run", action="store_true", help="print configuration, tasks and parameter count; write nothing")
+    return p
+
+
+def method_class(name):
+    """The class of methods/NAME.py: the last one that the file defines."""
+    if not re.fullmatch(r"\w+", name) or not (ROOT / "methods" / f"{name}.py").exists():
+        names = sorted(p.stem for p in (ROOT / "methods").glob("[!_]*.py"))
+        fail(f"unknown method '{name}': methods/ has {', '.join(names)}")
+    module = importlib.import_module(f"methods.{name}")
+    return [c for c in vars(module).values() if isinstance(c, type) and c.__module__ == module.__name__][-1]
+
+
+def resolve(parser, argv, presets):
+    """Parses the flags with the method's own among them, and fills what is left open from the preset."""
+    peek = Parser(add_help=False)
+    peek.add_argument("--method", default="ncl")
+    name = peek.parse_known_args(argv)[0].method
+    method_class(name).add_args(parser.add_argument_group(f"flags of {name}"))
+    args = parser.parse_args(argv)
+    scene = scenario(args.dataset)
+    if args.preset is None:
+        side = None if scene.preset else picture_size(scene.folder)
+        args.preset = scene.preset or min(presets, key=lambda p: abs(np.log(presets[p]["size"] / side)))
+    if args.preset not in presets:
+        fail(f"unknown preset '{args.preset}': choose from {', '.join(presets)}")
+    preset = dict(presets[args.preset])
+    if args.steps or args.epochs:
+        preset.update(steps=None, epochs=None)
+    for flag, value in preset.items():
+        if getattr(args, flag, None) is None:
+            setattr(args, flag, value)
+    args.tasks = args.tasks or scene.tasks
+    if args.tasks > scene.classes:
+        fail(f"--tasks {args.tasks} is more than the {scene.classes} classes of {args.dataset}")
+    if scene.classes % args.tasks:
+        fail(f"--tasks {args.tasks} does not divide the {scene.classes} classes of {args.dataset}")
+    args.classes = scene.classes
+    if scene.folder:  # the path is part of the run's identity
+        args.dataset = str(scene.folder) + (f":{scene.first}-{scene.last}" if scene.classes < scene.total else "")
+    return args
+
+
+# ------------------------------------------------------------------------------------------------- folder
+
+
+def run_folder(args, backbone):
+    """runs/<dataset>/<backbone>/<method>/order<k>-seed<s>-<hash of the flags that change the result>"""
+    flags = {k: v for k, v in vars(args).items() if k not in UNHASHED}
+    if args.select == "last":
+        flags.update(eval_every=None, val_samples=None)
+    digest = hashlib.blake2b(json.dumps(flags, sort_keys=True).encode(), digest_size=4).hexdigest()
+    name = scenario(args.dataset).name
+    return Path(args.out) / name / backbone / args.method / f"order{args.order}-seed{args.seed}-{digest}"
+
+
+def code_hashes(script, method):
+    files = [Path(script).name, f"methods/{method}.py", "common.py", "runfolder.py", "streams.py"]
+    return {f: hashlib.sha256((ROOT / f).read_bytes()).hexdigest()[:12] for f in files}
+
+
+def note_changed_code(run, args, script):
+    """Says so if the code is not the one that this run was started with."""
+    config = read_json(run / "config.json")
+    now = code_hashes(script, args.method)
+    changed = [f for f, digest in now.items() if config["code"].get(f) != digest]
+    if changed:
+        print(f"note: {', '.join(changed)} changed since {run} was started; remove the folder to run it anew")
+    return config
+
+
+def stop_if_finished(run, args, script):
+    """Ends the program with exit code 0 if this run is there already; needs no PyTorch."""
+    if (run / "DONE").exists() and not args.dry_run:
+        note_changed_code(run, args, script)
+        print(f"{run} is finished", flush=True)
+        raise SystemExit(0)
+
+
+def describe(args, run, script, backbone, method, data, tasks, device, parameters, **more):
+    """config.json: all that made this run what it is."""
+    import torch
+
+    packages = ("torch", "diffusers", "numpy", "safetensors", "scikit-learn", "pillow")
+    return {
+        "backbone": backbone,
+        "flags": vars(args),
+        "isolated": method.isolated,
+        "command": shlex.join(["python", Path(script).name, *sys.argv[1:]]),
+        "code": code_hashes(script, args.method),
+        "versions": {p: importlib.metadata.version(p) for p in packages},
+        "data": {"name": data.name, "digest": data.digest, "classes": data.classes},
+        "tasks": [task.classes for task in tasks],
+        "device": device,
+        "threads": torch.get_num_threads(),
+        "parameters": parameters,
+        **more,
+    }
+
+
+def write_or_check_config(run, config, args, script):
+    """First start: writes config.json. Later starts: the pictures must be the same, the rest is said."""
+    path = run / "config.json"
+    if not path.exists():
+        return write_file(path, json.dumps(config, indent=1).encode())
+    old = note_changed_code(run, args, script)
+    if old["data"] != config["data"]:
+        fail(f"the pictures of {args.dataset} changed since {run} was started; remove that folder to train anew")
+    for key in ("device", "threads"):
+        if old[key] != config[key]:
+            print(f"note: started with {key} {old[key]}, goes on with {config[key]}: not bit-equal", file=sys.stderr)
+
+
+# -------------------------------------------------------------------------------------------------- state
+
+
+def finished_tasks(run, tasks):
+    """How many tasks have a sound folder, counted from task 1. A broken one is set aside and trained again."""
+    for t in range(1, tasks + 1):
+        folder = run / f"task{t}"
+        if not is_sound(folder):
+            if folder.exists():
+                shutil.rmtree(folder.with_name(folder.name + ".broken"), ignore_errors=True)
+                folder.rename(folder.with_name(folder.name + ".broken"))
+            return t - 1
+    return tasks
+
+
+def resume_state(run, task):
+    """The newest sound state inside this task, or None to start the task."""
+    for folder in (run / "resume", run / "resume.old"):
+        if is_sound(folder):
+            state = load_tensors(folder / "state.pt")
+            if state["task"] == task:
+                return state
+    return None
+
+
+def finish(run):
+    """Marks a run as done; the state inside tasks is needed no more."""
+    write_file(run / "DONE", b"")
+    for folder in (run / "resume", run / "resume.old"):
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def checkpoint_hash(folder):
+    """Short hash of the weights in a task folder: equal weights, equal hash."""
+    lines = (folder / "SHA256SUMS").read_text().splitlines()
+    weights = "\n".join(line for line in lines if line.endswith(".safetensors"))
+    return hashlib.sha256(weights.encode()).hexdigest()[:12]
+
+
+# ---------------------------------------------------------------------------------------------------- log
+
+
+class Log:
+    """log.csv. Values stay on the device until `flush`, so that a step does not wait for the host.
+
+    `flush` averages over the steps since the last one, appends a row, and ends the program at the first
+    step whose loss or penalty is not finite.
+    """
+
+    def __init__(self, path, task, step):
+        self.path, self.task, self.pending = path, task, []
+        rows = [r for r in read_csv(path) if r["images_per_second"]]  # a torn last line lacks its end
+        kept = [r for r in rows if (int(r["task"]), int(r["step"])) <= (task, step)]
+        if kept:
+            write_csv(path, kept)
+        else:
+            path.unlink(missing_ok=True)
+        self.header = list(kept[0]) if kept else None
+        self.clock = time.perf_counter()
+
+    def add(self, step, values):
+        """values: {column: 0-d tensor or number}; lazy phases may leave their columns out."""
+        self.pending.append((step, values))
+
+    def flush(self, images, lr, seconds):
+        """images: trained on since the last flush. Returns the row."""
+        import torch
+
+        names = list(dict.fromkeys(name for _, values in self.pending for name in values))
+        means = {}
+        for name in names:
+            steps, column = zip(*((s, v[name]) for s, v in self.pending if name in v), strict=True)
+            column = torch.stack([torch.as_tensor(c, dtype=torch.float32).detach() for c in column]).cpu()
+            bad = (~column.isfinite()).nonzero()
+            if len(bad) and name.startswith(("loss", "penalty")):
+                fail(
+                    f"{name} of task {self.task} is {column[bad[0, 0]].item()} at step {steps[bad[0, 0]]}; nothing "
+                    "was saved since it was last finite; try a lower --lr",
+                    code=1,
+                )
+            means[name] = column.mean().item()
+        step = self.pending[-1][0] + 1
+        now = time.perf_counter()
+        speed, self.clock, self.pending = images / (now - self.clock), now, []
+        row = {"task": self.task, "step": step, **{k: f"{v:.6g}" for k, v in means.items()}, "lr": f"{lr:.6g}"}
+        row |= {"seconds": f"{seconds:.2f}", "images_per_second": f"{speed:.1f}"}
+        new = self.header is None
+        self.header = self.header or list(row)
+        with open(self.path, "a", newline="") as file:
+            writer = csv.DictWriter(file, self.header, restval="", lineterminator="\n")
+            if new:
+                writer.writeheader()
+            writer.writerow(row)
+        return row
