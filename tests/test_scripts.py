@@ -1,0 +1,94 @@
+"""What the README says can be pasted: each of its commands, its example of a method, run_all.sh."""
+
+import re
+import shlex
+import subprocess
+
+from conftest import ROOT, SMALL
+
+import common
+import runfolder
+import train_ddim
+
+README = (ROOT / "README.md").read_text()
+BLOCKS = re.findall(r"```(\w*)\n(.*?)```", README, re.S)
+
+
+def commands():
+    lines = [line.split("#")[0].strip() for kind, block in BLOCKS if kind == "bash" for line in block.splitlines()]
+    return [line for line in lines if line]
+
+
+def test_readme_commands_parse_and_name_what_is_there():
+    """The two install-and-run commands are run by .ci/run as they stand; the others are parsed here."""
+    found = commands()
+    assert [c for c in found if c.startswith("pip install -r requirements.txt && ")] == [
+        "pip install -r requirements.txt && bash run_all.sh",
+        "pip install -r requirements.txt && python -m pytest",
+    ]
+    for command in found:
+        words = shlex.split(command)
+        if words[:2] == ["python", "train_ddim.py"] and "--help" not in words and "growing" not in words:
+            assert train_ddim.parse_args(words[2:]).preset == "tiny"
+
+
+def test_readme_example_is_a_method(train):
+    (code,) = (block for kind, block in BLOCKS if kind == "python")
+    assert len(code.splitlines()) < 15
+    path = ROOT / "methods" / "growing.py"
+    assert not path.exists()
+    path.write_text(code)
+    try:
+        run, plain = train("a", "--method", "growing"), train("a", "--method", "er")
+    finally:
+        path.unlink()
+    # with one past task it is ER
+    assert runfolder.checkpoint_hash(run / "task2") == runfolder.checkpoint_hash(plain / "task2")
+
+
+def test_readme_map_names_every_file():
+    for path in ROOT.glob("*.py"):
+        assert f"`{path.name}`" in README
+    for path in (ROOT / "methods").glob("[!_]*.py"):
+        assert f"`{path.stem}`" in README
+
+
+def test_help_and_dry_run_write_nothing(script, tmp_path):
+    for name in ("train_ddim.py", "eval_metrics.py"):
+        text = script(name, "--help")
+        assert text.returncode == 0 and "--device" in text.stdout
+    shown = script("train_ddim.py", *SMALL, "--dry_run")
+    assert shown.returncode == 0 and "task 2: classes [2, 3] (2 3), 360 images" in shown.stdout
+    assert "653,091 parameters" in shown.stdout and not list(tmp_path.iterdir())
+
+
+def test_every_flag_says_what_it_is():
+    parser = runfolder.training_parser("")
+    for action in parser._actions:
+        assert action.help and ("default" in action.help or action.nargs == 0), action.option_strings
+
+
+def test_train_then_again_then_evaluate(script, tmp_path):
+    first = script("train_ddim.py", *SMALL, "--method", "er")
+    assert first.returncode == 0 and first.stdout.count("er task") == 2
+    again = script("train_ddim.py", *SMALL, "--method", "er", env={"PYTHONPROFILEIMPORTTIME": "1"})
+    assert again.returncode == 0 and "is finished" in again.stdout
+    assert "torch" not in again.stderr.split()  # answered before PyTorch is loaded
+    (run,) = tmp_path.glob("runs/*/*/*/*")
+    config = common.read_json(run / "config.json")
+    config["code"]["common.py"] = "changed"
+    common.write_file(run / "config.json", str(config).replace("'", '"').replace("None", "null")
+                      .replace("True", "true").replace("False", "false").encode())  # fmt: skip
+    assert "common.py changed since" in script("train_ddim.py", *SMALL, "--method", "er").stdout
+
+
+def test_run_all_lists_its_commands(tmp_path):
+    listed = subprocess.run(["bash", str(ROOT / "run_all.sh"), "--list"], capture_output=True, text=True, cwd=tmp_path)
+    lines = listed.stdout.splitlines()
+    assert listed.returncode == 0 and len(lines) == 4
+    assert sorted(re.search(r"--method (\w+)", line)[1] for line in lines) == ["ensemble", "er", "ncl", "noncl"]
+    assert all(line.startswith("python train_ddim.py") and "--order 1 --seed 1" in line for line in lines)
+    for line in lines:
+        train_ddim.parse_args(shlex.split(line)[2:])
+    wrong = subprocess.run(["bash", str(ROOT / "run_all.sh"), "nonsense"], capture_output=True, text=True)
+    assert wrong.returncode == 2 and wrong.stderr.startswith("error: unknown profile") and not wrong.stdout
