@@ -34,27 +34,33 @@ ROOT = Path(__file__).resolve().parent
 # ------------------------------------------------------------------------------------------------- errors
 
 
+class UserError(Exception):
+    """One line for the user. Exit code 2: bad input; 1: it broke while running."""
+
+    def __init__(self, message, code=2):
+        super().__init__(message)
+        self.code = code
+
+
 def fail(message, code=2):
-    """Ends the program with one line on stderr. Exit code 2: bad input; 1: it broke while running."""
-    print(f"error: {message}", file=sys.stderr, flush=True)
-    raise SystemExit(code)
-
-
-class InUse(Exception):
-    """Another process works in this folder."""
+    raise UserError(message, code)
 
 
 @contextlib.contextmanager
 def one_line_errors():
-    """Turns what the user's machine does to us (a full disk, Ctrl-C) into one line."""
+    """Around a script: ends it with one line for a user's mistake, a full disk or Ctrl-C."""
     try:
         yield
-    except InUse as error:
-        fail(error)
+    except UserError as error:
+        message, code = error, error.code
     except OSError as error:
-        fail(f"{error.filename or 'input/output'}: {error.strerror or error}", code=1)
+        message, code = f"{error.filename or 'input/output'}: {error.strerror or error}", 1
     except KeyboardInterrupt:
-        fail("interrupted; the same command again goes on from the last saved state", code=130)
+        message, code = "interrupted; the same command again goes on from the last saved state", 130
+    else:
+        return
+    print(f"error: {message}", file=sys.stderr, flush=True)
+    raise SystemExit(code)
 
 
 # -------------------------------------------------------------------------------------------------- flags
@@ -76,6 +82,19 @@ def whole(low, high=None):
         if value < low or (high is not None and value > high):
             bounds = f"at least {low}" if high is None else f"between {low} and {high}"
             raise argparse.ArgumentTypeError(f"{value} must be {bounds}")
+        return value
+
+    read.__name__ = "whole number"
+    return read
+
+
+def divisor(n):
+    """argparse type: an int that divides n."""
+
+    def read(text):
+        value = int(text)
+        if value < 1 or n % value:
+            raise argparse.ArgumentTypeError(f"{value} must be a divisor of {n}")
         return value
 
     read.__name__ = "whole number"
@@ -155,7 +174,7 @@ def write_file(path, content):
     """Temporary name, flush, rename: the file is whole or not there."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(path.name + ".tmp")
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")  # two processes may write the same summary
     try:
         with open(temporary, "wb") as file:
             file.write(content)
@@ -206,7 +225,9 @@ def is_sound(folder):
         lines = [line.split("  ", 1) for line in (folder / "SHA256SUMS").read_text().splitlines()]
         broken = [name for digest, name in lines if file_sum(folder / name) != digest]
     except (OSError, ValueError) as error:
-        broken = [str(error)]
+        lines, broken = True, [str(error)]
+    if not lines:
+        broken = ["SHA256SUMS is empty"]
     if broken:
         print(f"note: {folder} is broken ({broken[0]}) and is not used", file=sys.stderr)
     return not broken
@@ -236,7 +257,7 @@ def locked(folder, wait=False):
             else:
                 msvcrt.locking(handle.fileno(), msvcrt.LK_LOCK if wait else msvcrt.LK_NBLCK, 1)
         except OSError:
-            raise InUse(f"{folder} is in use by another process; wait for it, or choose another --out") from None
+            raise UserError(f"{folder} is in use by another process; wait for it, or choose another --out") from None
         yield
 
 
@@ -372,8 +393,8 @@ def progress(total, description):
     return tqdm(total=total, desc=description, unit="img", unit_scale=True, disable=None, leave=False)
 
 
-def picture_grid(rows, path):
-    """Writes uint8 image rows [(n, 3, H, W), …] as one PNG, small images enlarged without smoothing."""
+def picture_grid(rows):
+    """uint8 image rows [(n, 3, H, W), …] → one PIL image, small ones enlarged without smoothing."""
     from PIL import Image
 
     size = rows[0].shape[-1]
@@ -383,4 +404,4 @@ def picture_grid(rows, path):
         for c, image in enumerate(row):
             sheet[r * (size + 1) :, c * (size + 1) :][:size, :size] = np.asarray(image).transpose(1, 2, 0)
     scale = max(1, 32 // size)
-    Image.fromarray(sheet).resize((sheet.shape[1] * scale, sheet.shape[0] * scale), Image.Resampling.NEAREST).save(path)
+    return Image.fromarray(sheet).resize((sheet.shape[1] * scale, sheet.shape[0] * scale), Image.Resampling.NEAREST)

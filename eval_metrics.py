@@ -16,6 +16,7 @@ From top to bottom: Fréchet distance · feature extractors · scoring · summar
 import argparse
 import hashlib
 import importlib
+import io
 import math
 import sys
 from collections import defaultdict
@@ -32,6 +33,7 @@ PAPER_ORDER = ["noncl", "ensemble", "ncl", "er", "gr", "kd", "l2", "ewc", "si", 
 INCEPTION_FILE = "pt_inception-2015-12-05-6726825d.pth"
 INCEPTION_URL = f"https://github.com/mseitzer/pytorch-fid/releases/download/fid_weights/{INCEPTION_FILE}"
 PROTOCOL = ("extractor", "generated", "reference", "sampler_steps", "sampling_seed")  # scores meet only within one
+COLUMNS = ("trained_to", "task", "metric", "value", *PROTOCOL, "reference_images", "checkpoint")  # of quality.csv
 SHOWN = 16  # images of a cell that are kept for the sample grids
 
 
@@ -43,6 +45,8 @@ def statistics(features):
     features = np.asarray(features, np.float64)
     if len(features) < 2:
         common.fail(f"{len(features)} image(s) have no covariance; at least 2 are needed on each side")
+    if not np.isfinite(features).all():
+        common.fail("the features of an image are not finite: are the weights?", code=1)
     mean = features.mean(0)
     centred = features - mean
     covariance = centred.T @ centred / (len(features) - 1)
@@ -74,35 +78,33 @@ class Classifier:
     """
 
     def __init__(self, data, cache, device):
+        import safetensors.torch
         import torch
-        from safetensors.torch import load_file, save_file
 
         self.device = device
         self.net = self.build(data.images.shape[-1], len(data.classes)).to(device)
-        path = self.path(data, cache)
+        path = self.path(cache, data.name, data.digest, data.classes)
         with common.locked(path.parent, wait=True):
             if not path.exists():
                 self.train(data)
                 weights = {k: v.cpu().contiguous() for k, v in self.net.state_dict().items()}
-                temporary = path.with_name(path.name + ".tmp")
-                save_file(weights | {"scale": torch.tensor(self.scale), "held_out": torch.tensor(self.held_out)},
-                          temporary)  # fmt: skip
-                common.write_file(path, temporary.read_bytes())
-        state = load_file(path)
+                weights |= {"scale": torch.tensor(self.scale), "held_out": torch.tensor(self.held_out)}
+                common.write_file(path, safetensors.torch.save(weights))
+        state = safetensors.torch.load_file(path)
         self.scale, self.held_out = state.pop("scale").item(), state.pop("held_out").item()
         self.net.load_state_dict(state)
         self.net.eval()
-        self.name = self.identity(data, cache)
+        self.name = self.identity(cache, data.name, data.digest, data.classes)
 
     @staticmethod
-    def path(data, cache):
-        recipe = hashlib.sha256(f"1 {data.digest} {len(data.classes)}".encode()).hexdigest()[:12]
-        return Path(cache) / "classifiers" / f"{data.name}-{recipe}.safetensors"
+    def path(cache, name, digest, classes):
+        recipe = hashlib.sha256(f"1 {digest} {len(classes)}".encode()).hexdigest()[:12]
+        return Path(cache) / "classifiers" / f"{name}-{recipe}.safetensors"
 
     @classmethod
-    def identity(cls, data, cache):
+    def identity(cls, cache, name, digest, classes):
         """classifier-<hash of its weights>, or None if it is not trained yet."""
-        path = cls.path(data, cache)
+        path = cls.path(cache, name, digest, classes)
         return f"classifier-{common.file_sum(path)[:8]}" if path.exists() else None
 
     @staticmethod
@@ -187,7 +189,9 @@ def in_batches(function, images, batch, device):
     parts = []
     with torch.no_grad():
         for k in range(0, len(images), batch):
-            part = torch.as_tensor(images[k : k + batch])
+            part = images[k : k + batch]
+            if isinstance(part, np.ndarray):
+                part = torch.from_numpy(part.copy())  # memory maps are read-only
             if part.dtype != torch.uint8:
                 raise TypeError(f"images must be uint8 in 0..255, not {part.dtype}")
             parts.append(function(part.to(device).float()).double().cpu().numpy())
@@ -198,15 +202,33 @@ def in_batches(function, images, batch, device):
 
 
 def find_runs(roots):
-    """Run folders below the given folders, sorted; a run folder is one with a config.json of ours."""
-    runs = []
+    """{run folder: its config} below the given folders, each once, however it is reached or copied."""
+    found = {}
     for root in map(Path, roots):
         if not root.is_dir():
             common.fail(f"no such folder: {root}")
-        runs += [p.parent for p in root.rglob("config.json") if (p.parent / "task1").is_dir()]
-    if not runs:
+        for path in sorted(root.rglob("config.json")):
+            run = path.parent
+            if not (run / "task1").is_dir():
+                continue
+            identity = run.resolve().parts[-4:]  # data set, backbone, method, order-seed-hash
+            if identity not in found:
+                found[identity] = run
+            elif found[identity].resolve() != run.resolve():
+                note(f"{run} is a copy of {found[identity]} and is left out")
+    if not found:
         common.fail(f"no run folder with a finished task below {', '.join(map(str, roots))}; train first")
-    return sorted(set(runs))
+    runs = {}
+    for run in found.values():
+        try:
+            runs[run] = runfolder.read_config(run)
+        except common.UserError as problem:
+            note(f"{problem}; it is left out")
+    return runs
+
+
+def note(text):
+    print(f"note: {text}", file=sys.stderr, flush=True)
 
 
 def cells(run, config):
@@ -235,18 +257,19 @@ def is_of(row, protocol):
 
 
 def valid_rows(run):
-    """Rows of quality.csv whose checkpoint is still the one on the disk."""
+    """Rows of quality.csv that are whole and whose checkpoint is still the one on the disk."""
     hashes = {}
     for folder in run.glob("task*"):
         if (folder / "SHA256SUMS").exists():
             hashes[folder.name] = runfolder.checkpoint_hash(folder)
-    return [r for r in common.read_csv(run / "quality.csv") if hashes.get(f"task{r['trained_to']}") == r["checkpoint"]]
+    rows = [r for r in common.read_csv(run / "quality.csv") if set(r) == set(COLUMNS) and None not in r.values()]
+    return [r for r in rows if hashes.get(f"task{r['trained_to']}") == r["checkpoint"]]
 
 
 def extractor_kind(config, wanted):
     if wanted != "auto":
         return wanted
-    return "classifier" if config["data"]["name"].split("_")[0] == "digits" else "inception"
+    return "classifier" if config["flags"]["dataset"].split(":")[0] == "digits" else "inception"
 
 
 def score(run, config, args, data, missing, extractor, protocol, references):
@@ -259,21 +282,29 @@ def score(run, config, args, data, missing, extractor, protocol, references):
     method = runfolder.method_class(flags.method)(flags, learner)
     tasks = streams.split(data, [c for task in config["tasks"] for c in task], flags.tasks)
     bar = common.tqdm(missing, f"scoring {config['data']['name']} {flags.method} {run.name}", disable=None, leave=False)
+    sound = set()
     for trained_to, i in bar:
         folder = run / f"task{trained_to}"
-        if not common.is_sound(folder):
-            common.fail(f"{folder} is broken; start its training command again to repair it", code=1)
+        if folder not in sound and not common.is_sound(folder):
+            (run / "DONE").unlink(missing_ok=True)  # so that the training command takes it up again
+            common.fail(f"{folder} is broken: start its training command again, which repairs it", code=1)
+        sound.add(folder)
         method.load(run, trained_to, i)
         task = tasks[i - 1]
         count = int(protocol["generated"])
         labels = common.proportional_labels(data.labels[task.indices], count)
         images = learner.sample(labels, common.sampling_seeds((args.sampling_seed, i, "report"), count))
-        if (key := (extractor.name, data.digest, *task.indices)) not in references:
+        if (key := (extractor.name, data.digest, *task.classes)) not in references:
             references[key] = statistics(extractor.features(data.images[task.indices]))
         values = {"FID": frechet_distance(statistics(extractor.features(images)), references[key])}
         if isinstance(extractor, Classifier):
             values["accuracy"] = extractor.accuracy(images, labels)
-        keep_pictures(run, config, trained_to, i, images, labels)
+        if trained_to == (i if config["isolated"] else len(config["tasks"])):
+            order = np.argsort(labels[:SHOWN], kind="stable")
+            rows = images[order].unflatten(0, (2, -1)) if len(order) == SHOWN else [images[order]]
+            png = io.BytesIO()
+            common.picture_grid(rows).save(png, "PNG")
+            common.write_file(run / picture_name(i, protocol), png.getvalue())
         rows = [
             {
                 "trained_to": trained_to,
@@ -291,13 +322,10 @@ def score(run, config, args, data, missing, extractor, protocol, references):
         common.write_csv(run / "quality.csv", others + rows)
 
 
-def keep_pictures(run, config, trained_to, i, images, labels):
-    """The first images of the final model, in class order, for the sample grids."""
-    final = i if config["isolated"] else len(config["tasks"])
-    if trained_to == final:
-        order = np.argsort(labels[:SHOWN], kind="stable")
-        rows = images[order].unflatten(0, (2, -1)) if len(order) == SHOWN else [images[order]]
-        common.picture_grid(rows, run / f"final_task{i}.png")
+def picture_name(task, protocol):
+    """The first images of a task from the final model, in class order, for the sample grids."""
+    generated, steps, seed = (protocol[k] for k in ("generated", "sampler_steps", "sampling_seed"))
+    return f"final_task{task}_n{generated}_steps{steps}_seed{seed}.png"
 
 
 # ------------------------------------------------------------------------------------------------ summary
@@ -380,7 +408,7 @@ def name_variants(records):
 
 
 def number(value):
-    return "" if value is None else f"{value:.6g}"
+    return "" if value is None else f"{value + 0.0:.6g}"
 
 
 def write_summary(records, out):
@@ -438,15 +466,14 @@ def cell_text(values):
     if not values:
         return "–"
     spread = f" ± {np.std(values, ddof=1):.2f}" if len(values) > 1 else ""
-    return f"{np.mean(values):.2f}{spread} ({len(values)})"
+    return f"{round(np.mean(values), 2) + 0.0:.2f}{spread} ({len(values)})"  # + 0.0: never -0.00
 
 
 def write_costs(runs, out):
     """cost.csv: seconds by part, peak memory and parameters of each run, as CLoG's tables 12-15 count them."""
     rows = []
     for run, config in runs.items():
-        files = sorted(run.glob("task*/cost.json"), key=lambda p: int(p.parent.name.removeprefix("task")))
-        costs = [common.read_json(p) for p in files if p.parent.name.removeprefix("task").isdigit()]
+        costs = [common.read_json(run / f"task{t}" / "cost.json") for t in range(1, len(config["tasks"]) + 1)]
         rows.append(
             {"run": run.as_posix(), "dataset": config["data"]["name"], "backbone": config["backbone"],
              "method": config["flags"]["method"], "order": config["flags"]["order"], "seed": config["flags"]["seed"],
@@ -491,8 +518,6 @@ def draw_figures(records, out):
 
 
 def save_figure(plt, figure, path):
-    import io
-
     picture = io.BytesIO()
     figure.savefig(picture, bbox_inches="tight")
     plt.close(figure)
@@ -547,14 +572,14 @@ def draw_samples(plt, by_variant, T, dataset, path):
     for row, (variant, record) in zip(panels, shown.items(), strict=True):
         classes, tasks = record["config"]["data"]["classes"], record["config"]["tasks"]
         for panel, i in zip(row, columns, strict=True):
-            picture = record["run"] / f"final_task{i}.png"
+            picture = record["run"] / picture_name(i, record)
             if picture.exists():
                 panel.imshow(plt.imread(picture), interpolation="nearest")
             panel.set(xticks=[], yticks=[])
             for spine in panel.spines.values():
                 spine.set_visible(False)
             if panel in panels[0]:
-                names = ", ".join(classes[c] for c in tasks[i - 1][:4])
+                names = ", ".join(classes[c] for c in tasks[i - 1][:4]).replace("$", r"\$")
                 panel.set_title(f"task {i}: {names}" + (" …" if len(tasks[i - 1]) > 4 else ""), fontsize=8)
         row[0].set_ylabel(variant, rotation=0, ha="right", va="center")
     figure.suptitle(f"{dataset}: samples of each task after the last one", fontsize=9, y=1.04 + 0.1 / len(shown))
@@ -576,7 +601,9 @@ def parse_args(argv=None):
         default="auto",
         help="features of the FID (default: auto = classifier for digits, else inception)",
     )
-    add("--ddim_steps", type=common.whole(1, 1000), help="denoising steps (default: those of the run)")
+    add(
+        "--ddim_steps", type=common.divisor(1000), help="denoising steps, a divisor of 1000 (default: those of the run)"
+    )
     add("--sampling_seed", type=common.whole(0), default=0, help="seed of the reported samples (default: 0)")
     add("--batch_size", type=common.whole(1), default=256, help="images sampled at once (default: 256)")
     add("--data", default="data", help="folder of data sets and caches (default: data)")
@@ -586,49 +613,46 @@ def parse_args(argv=None):
 
 def main(argv=None):
     args = parse_args(argv)
-    runs = {run: common.read_json(run / "config.json") for run in find_runs(args.runs)}
-    runs = {run: config for run, config in runs.items() if "backbone" in config}
-
-    # What is to score; nothing is sampled before all that it needs is known to be there.
-    datas, current, todo = {}, {}, []
+    runs = find_runs(args.runs)
+    datas, extractors, references = {}, {}, {}  # shared by the runs on the same images
+    problem = None
     for run, config in runs.items():
-        scene = config["flags"]["dataset"], config["flags"]["size"]
-        if scene not in datas:
-            datas[scene] = streams.load_data(streams.scenario(scene[0]), scene[1], args.data)
-        data = datas[scene]
-        if config["data"]["digest"] != data.digest:
-            common.fail(f"{run} was trained on other pictures than {scene[0]} holds now")
         kind = extractor_kind(config, args.extractor)
-        current[run] = Classifier.identity(data, args.data)
-        protocol = protocol_of(config, args, (current[run] or kind) if kind == "classifier" else kind)
-        if missing_cells(run, config, protocol):
-            todo.append((run, config, data, kind, protocol))
-    if any(kind == "inception" for *_, kind, _ in todo):
-        Inception.check()
-
-    extractors, references = {}, {}  # shared by the runs on the same images
-    for run, config, data, kind, protocol in todo:
-        key = (kind, data.digest)
-        if key not in extractors:
-            device = common.pick_device(args.device)
-            extractors[key] = Classifier(data, args.data, device) if kind == "classifier" else Inception(device)
-        protocol["extractor"] = extractors[key].name
-        current[run] = Classifier.identity(data, args.data)
-        try:
+        about = (args.data, *(config["data"][k] for k in ("name", "digest", "classes")))
+        protocol = protocol_of(config, args, (Classifier.identity(*about) or kind) if kind == "classifier" else kind)
+        if not missing_cells(run, config, protocol):
+            continue
+        try:  # what is wrong with one run must not keep the others from the table
+            scene = config["flags"]["dataset"], config["flags"]["size"]
+            if scene not in datas:
+                datas[scene] = streams.load_data(streams.scenario(scene[0]), scene[1], args.data)
+            data = datas[scene]
+            if config["data"]["digest"] != data.digest:
+                common.fail(f"{run} was trained on other pictures than {scene[0]} holds now")
+            if (kind, data.digest) not in extractors:
+                device = common.pick_device(args.device)
+                extractor = Classifier(data, args.data, device) if kind == "classifier" else Inception(device)
+                extractors[kind, data.digest] = extractor
+            extractor = extractors[kind, data.digest]
+            protocol["extractor"] = extractor.name
             with common.locked(run):
                 missing = missing_cells(run, config, protocol)
-                score(run, config, args, data, missing, extractors[key], protocol, references)
+                score(run, config, args, data, missing, extractor, protocol, references)
             print(f"scored {run}", flush=True)
-        except common.InUse as note:
-            print(f"note: {note}; its missing scores are left out", file=sys.stderr)
+        except common.UserError as error:
+            problem = problem or error
+            note(f"{error}; {run} is not scored")
 
-    for run in runs:
-        if not (run / "DONE").exists():
-            print(f"note: {run} is not finished and is left out of the tables", file=sys.stderr)
-    runs = {run: config for run, config in runs.items() if (run / "DONE").exists()}
-    records = summarise(runs, current)
+    current = {
+        run: Classifier.identity(args.data, *(config["data"][k] for k in ("name", "digest", "classes")))
+        for run, config in runs.items()
+    }
+    records = summarise({run: config for run, config in runs.items() if (run / "DONE").exists()}, current)
+    for run in runs.keys() - {r["run"] for r in records}:
+        note(f"{run} is not finished, or not scored to the end, and is left out of the tables")
     if not records:
-        common.fail("no finished run to sum up", code=1)
+        raise problem or common.UserError("no finished run to sum up; train first")
+    runs = {run: config for run, config in runs.items() if (run / "DONE").exists()}
     out = Path(args.out)
     write_summary(records, out)
     write_costs(runs, out)

@@ -39,4 +39,4 @@ else
     while read -r command; do $command </dev/null; done < <("$profile")
 fi
 unset OMP_NUM_THREADS
-$PYTHON eval_metrics.py runs --out results
+$PYTHON eval_metrics.py runs/digits --out results

@@ -51,10 +51,17 @@ def training_parser(description):
     add("--method", default="ncl", help="a file of methods/ (default: ncl)")
     add("--order", type=whole(1, 5), default=1, help="class order, 1-5; 1 is that of the data set (default: 1)")
     add("--seed", type=whole(0), default=1, help="seed of weights, batches, noise and memory (default: 1)")
-    add("--tasks", type=whole(1), help="number of tasks, a divisor of the number of classes (default: the data set's)")
+    add(
+        "--tasks",
+        type=whole(1),
+        help="number of tasks, a divisor of the number of classes (default: the data set's; of a "
+        "folder or a range: 5 if that divides, else one class a task)",
+    )
     add("--preset", help="network and training sizes (default: the data set's; a folder's by the picture size)")
     length = p.add_mutually_exclusive_group()
-    length.add_argument("--steps", type=whole(1), help="training steps a task (default: the preset's)")
+    length.add_argument(
+        "--steps", type=whole(1), help="training steps a task; noncl: a task of the pool (default: the preset's)"
+    )
     length.add_argument("--epochs", type=whole(1), help="passes over the task's images (default: the preset's)")
     add("--batch_size", type=whole(1), help="images of the current task a step (default: the preset's)")
     add("--lr", type=positive, help="peak learning rate (default: the preset's)")
@@ -82,12 +89,14 @@ def training_parser(description):
 
 
 def method_class(name):
-    """The class of methods/NAME.py: the last one that the file defines."""
-    if not re.fullmatch(r"\w+", name) or not (ROOT / "methods" / f"{name}.py").exists():
+    """The class of methods/NAME.py: the last method that the file defines."""
+    if not re.fullmatch(r"[^\W_]\w*", name) or not (ROOT / "methods" / f"{name}.py").exists():
         names = sorted(p.stem for p in (ROOT / "methods").glob("[!_]*.py"))
         fail(f"unknown method '{name}': methods/ has {', '.join(names)}")
     module = importlib.import_module(f"methods.{name}")
-    return [c for c in vars(module).values() if isinstance(c, type) and c.__module__ == module.__name__][-1]
+    defined = [c for c in vars(module).values() if isinstance(c, type) and c.__module__ == module.__name__]
+    methods = [c for c in defined if hasattr(c, "training_data")]
+    return methods[-1] if methods else fail(f"methods/{name}.py defines no subclass of NCL")
 
 
 def resolve(parser, argv, presets):
@@ -134,13 +143,22 @@ def run_folder(args, backbone):
 
 
 def code_hashes(script, method):
-    files = [Path(script).name, f"methods/{method}.py", "common.py", "runfolder.py", "streams.py"]
+    """{file: short hash} of all code that a run's result can depend on."""
+    modules = [c.__module__ for c in method_class(method).__mro__ if c.__module__.startswith("methods.")]
+    files = [Path(script).name, "common.py", "eval_metrics.py", "runfolder.py", "streams.py"]
+    files += [module.replace(".", "/") + ".py" for module in modules]
     return {f: hashlib.sha256((ROOT / f).read_bytes()).hexdigest()[:12] for f in files}
+
+
+def read_config(run):
+    config = read_json(run / "config.json")
+    lacking = [k for k in ("backbone", "flags", "isolated", "code", "data", "tasks", "device") if k not in config]
+    return fail(f"{run}/config.json lacks {', '.join(lacking)}: move that folder away") if lacking else config
 
 
 def note_changed_code(run, args, script):
     """Says so if the code is not the one that this run was started with."""
-    config = read_json(run / "config.json")
+    config = read_config(run)
     now = code_hashes(script, args.method)
     changed = [f for f, digest in now.items() if config["code"].get(f) != digest]
     if changed:
@@ -150,7 +168,8 @@ def note_changed_code(run, args, script):
 
 def stop_if_finished(run, args, script):
     """Ends the program with exit code 0 if this run is there already; needs no PyTorch."""
-    if (run / "DONE").exists() and not args.dry_run:
+    tasks = [run / f"task{t}" / "SHA256SUMS" for t in range(1, args.tasks + 1)]
+    if (run / "DONE").exists() and all(sums.exists() for sums in tasks) and not args.dry_run:
         note_changed_code(run, args, script)
         print(f"{run} is finished", flush=True)
         raise SystemExit(0)
@@ -184,25 +203,34 @@ def write_or_check_config(run, config, args, script):
         return write_file(path, json.dumps(config, indent=1).encode())
     old = note_changed_code(run, args, script)
     if old["data"] != config["data"]:
-        fail(f"the pictures of {args.dataset} changed since {run} was started; remove that folder to train anew")
-    for key in ("device", "threads"):
-        if old[key] != config[key]:
-            print(f"note: started with {key} {old[key]}, goes on with {config[key]}: not bit-equal", file=sys.stderr)
+        fail(
+            f"the pictures of {args.dataset} (names, sizes or times) changed since {run} was started; remove that "
+            "folder to train anew"
+        )
+    for key in ("device", "threads", "judge"):
+        if old.get(key) != config.get(key):
+            print(f"note: {key} was {old.get(key)} at the start, is {config.get(key)}: not bit-equal", file=sys.stderr)
 
 
 # -------------------------------------------------------------------------------------------------- state
 
 
 def finished_tasks(run, tasks):
-    """How many tasks have a sound folder, counted from task 1. A broken one is set aside and trained again."""
-    for t in range(1, tasks + 1):
-        folder = run / f"task{t}"
-        if not is_sound(folder):
+    """How many tasks have a sound folder, counted from task 1.
+
+    A broken one is set aside and trained again, and with it all that came after it.
+    """
+    done = 0
+    while done < tasks and is_sound(run / f"task{done + 1}"):
+        done += 1
+    if any((run / f"task{t}").exists() for t in range(done + 1, tasks + 1)):
+        later = [f"task{t}" for t in range(done + 1, tasks + 1)] + ["resume", "resume.old"]
+        for folder in (run / name for name in later):
+            aside = folder.with_name(folder.name + ".broken")
             if folder.exists():
-                shutil.rmtree(folder.with_name(folder.name + ".broken"), ignore_errors=True)
-                folder.rename(folder.with_name(folder.name + ".broken"))
-            return t - 1
-    return tasks
+                shutil.rmtree(aside, ignore_errors=True)
+                folder.rename(aside)
+    return done
 
 
 def resume_state(run, task):
@@ -217,9 +245,9 @@ def resume_state(run, task):
 
 def finish(run):
     """Marks a run as done; the state inside tasks is needed no more."""
-    write_file(run / "DONE", b"")
     for folder in (run / "resume", run / "resume.old"):
         shutil.rmtree(folder, ignore_errors=True)
+    write_file(run / "DONE", b"")
 
 
 def checkpoint_hash(folder):
@@ -236,7 +264,7 @@ class Log:
     """log.csv. Values stay on the device until `flush`, so that a step does not wait for the host.
 
     `flush` averages over the steps since the last one, appends a row, and ends the program at the first
-    step whose loss or penalty is not finite.
+    step whose loss, penalty or gradient norm is not finite.
     """
 
     def __init__(self, path, task, step):
@@ -264,7 +292,7 @@ class Log:
             steps, column = zip(*((s, v[name]) for s, v in self.pending if name in v), strict=True)
             column = torch.stack([torch.as_tensor(c, dtype=torch.float32).detach() for c in column]).cpu()
             bad = (~column.isfinite()).nonzero()
-            if len(bad) and name.startswith(("loss", "penalty")):
+            if len(bad) and name.startswith(("loss", "penalty", "gradient")):
                 fail(
                     f"{name} of task {self.task} is {column[bad[0, 0]].item()} at step {steps[bad[0, 0]]}; nothing "
                     "was saved since it was last finite; try a lower --lr",

@@ -7,6 +7,7 @@ A task is its classes and an index array: pooling tasks pools indices, never ima
 import functools
 import hashlib
 import json
+import os
 import re
 import sys
 from dataclasses import dataclass
@@ -31,7 +32,7 @@ class Data:
     images: np.ndarray  # uint8 (N, 3, H, W); memory-mapped where it comes from pictures; None in a dry run
     labels: np.ndarray  # int64 (N,), 0-based
     classes: list  # class names, index = label
-    digest: str  # short hash of the content
+    digest: str  # short hash of the content; of pictures in a folder: of their names, sizes and times
 
 
 @dataclass
@@ -78,7 +79,7 @@ class Scenario:
 
 def scenario(text):
     """Reads `NAME`, `NAME:FIRST-LAST` or a path to class folders (with or without a range)."""
-    match = re.fullmatch(r"(.+):(\d+)-(\d+)", text)
+    match = None if Path(text).is_dir() else re.fullmatch(r"(.+):(\d+)-(\d+)", text)
     name = match[1] if match else text
     if name in DATASETS:
         known, folder, short = DATASETS[name], None, name
@@ -104,18 +105,19 @@ def scenario(text):
 @functools.lru_cache  # read once a process, which also says the note once
 def class_folders(folder):
     """[(class name, [picture paths])], sorted by name; hidden entries and what is no picture are left out."""
-    found, skipped = [], 0
+    found = []
+    skipped = sum(p.suffix.lower() in PICTURES for p in folder.iterdir())  # beside the class folders
     for sub in sorted(p for p in folder.iterdir() if p.is_dir() and not p.name.startswith(".")):
         files = sorted(p for p in sub.iterdir() if not p.name.startswith("."))
-        pictures = [p for p in files if p.suffix.lower() in PICTURES and p.is_file()]
+        pictures = [p for p in files if p.suffix.lower() in PICTURES and not p.is_dir()]
         skipped += len(files) - len(pictures)
         if not pictures:
             fail(f"class folder {sub} holds no picture ({', '.join(sorted(PICTURES))}); fill or remove it")
-        found.append((sub.name, pictures))
+        found.append((sub.name.encode("utf-8", "replace").decode(), pictures))
     if not found:
         fail(f"{folder} has no class folders: expected one sub-folder of pictures a class")
     if skipped:
-        print(f"note: {skipped} entries in {folder} are no pictures and are left out", file=sys.stderr)
+        print(f"note: {skipped} entries in {folder} are no pictures of a class and are left out", file=sys.stderr)
     return found
 
 
@@ -143,7 +145,10 @@ def read_picture(path, size):
             image = ImageOps.exif_transpose(image)
             if image.mode.startswith("I") or image.mode == "F":
                 values = np.asarray(image, np.float64)
-                values = values / 257 if values.max() > 255 or image.mode.startswith("I;16") else values
+                if image.mode.startswith("I;16") or values.max() > 255:
+                    values = values / 257
+                elif image.mode == "F" and values.max() <= 1:
+                    values = values * 255
                 image = Image.fromarray(values.round().clip(0, 255).astype(np.uint8))
             image = image.convert("RGB").resize((size, size), Image.Resampling.BICUBIC)
             return np.asarray(image).transpose(2, 0, 1)
@@ -185,7 +190,7 @@ def load_folder(folder, size, cache, read):
     pictures = [path for _, paths in classes for path in paths]
     labels = np.repeat(np.arange(len(classes)), [len(paths) for _, paths in classes])
     listing = [f"{p.relative_to(folder)} {p.stat().st_size} {p.stat().st_mtime_ns}" for p in pictures]
-    digest = hashlib.sha256("\n".join([f"squash bicubic {size}", *listing]).encode()).hexdigest()[:12]
+    digest = hashlib.sha256("\n".join([f"squash bicubic {size}", *listing]).encode("utf-8", "replace")).hexdigest()[:12]
     ready = Path(cache) / "prepared" / f"{folder.name}-{size}-{digest}"
     images = None
     if read:
@@ -194,6 +199,9 @@ def load_folder(folder, size, cache, read):
                 with new_folder(ready) as target:
                     shape = (len(pictures), 3, size, size)
                     images = np.lib.format.open_memmap(target / "images.npy", "w+", np.uint8, shape)
+                    if hasattr(os, "posix_fallocate"):  # else a full disk kills the process in the middle
+                        with open(target / "images.npy", "r+b") as file:
+                            os.posix_fallocate(file.fileno(), 0, os.path.getsize(target / "images.npy"))
                     for row, path in enumerate(tqdm(pictures, f"preparing {folder.name}", unit="img", disable=None)):
                         images[row] = read_picture(path, size)
                     images.flush()
@@ -208,4 +216,9 @@ def split(data, order, tasks):
     """The stream: task t gets the classes order[t*n:(t+1)*n] and an index array of their images."""
     per_task = len(order) // tasks
     groups = [order[t * per_task : (t + 1) * per_task] for t in range(tasks)]
-    return [Task(t, group, np.flatnonzero(np.isin(data.labels, group))) for t, group in enumerate(groups, 1)]
+    stream = [Task(t, group, np.flatnonzero(np.isin(data.labels, group))) for t, group in enumerate(groups, 1)]
+    for task in stream:
+        if len(task.indices) < 2:
+            names = ", ".join(data.classes[c] for c in task.classes)
+            fail(f"task {task.number} ({names}) has {len(task.indices)} picture; a score needs at least 2")
+    return stream

@@ -14,7 +14,9 @@ import common
 import runfolder
 import streams
 
-PRESETS = {  # CLoG, table 18; tiny is for the embedded digits
+# CLoG, table 18. tiny is for the embedded digits; its learning rate is the one at which 300 steps from scratch are
+# enough (accuracy of the first task: 0.72 at 1e-3, 0.93 at 3e-3).
+PRESETS = {
     "tiny": dict(size=8, widths=[32, 64], layers=1, groups=8, batch_size=64, replay_size=32, memory_size=20,
                  lr=3e-3, steps=300, epochs=None, ddim_steps=20, val_samples=256, select="last"),
     "S": dict(size=32, widths=[128, 256, 256, 256], layers=2, groups=32, batch_size=256, replay_size=64,
@@ -28,8 +30,8 @@ PRESETS = {  # CLoG, table 18; tiny is for the embedded digits
 
 def parse_args(argv=None):
     parser = runfolder.training_parser(__doc__)
-    parser.add_argument("--ddim_steps", type=common.whole(1, 1000), help="denoising steps of the sampler "
-                        "(default: 20 for tiny, else 50)")  # fmt: skip
+    parser.add_argument("--ddim_steps", type=common.divisor(1000), help="denoising steps of the sampler, a "
+                        "divisor of 1000 (default: 20 for tiny, else 50)")  # fmt: skip
     return runfolder.resolve(parser, argv, PRESETS)
 
 
@@ -81,11 +83,10 @@ class DDIM:
         self.args, self.data, self.device = args, data, device
         self.sample_batch = 256  # images at once in `sample`; no image depends on it
         self.scheduler = DDIMScheduler(num_train_timesteps=1000)  # linear betas, epsilon-prediction, leading spacing
-        self.unet = build_unet(args).to(device)
+        self.unet = self.initial(args.seed).to(device)
         if torch.device(device).type == "cuda":
             self.unet.to(memory_format=torch.channels_last)
             torch.set_float32_matmul_precision("high")  # TF32
-        self.fresh(args.seed)
 
     @property
     def nets(self):
@@ -149,10 +150,13 @@ class DDIM:
         self.unet.train(training)
         return torch.cat(images)
 
+    def initial(self, seed):
+        torch.manual_seed(common.hash32((seed, "init")))
+        return build_unet(self.args)
+
     def fresh(self, seed):
         """Re-initialises the weights in place: the same start for the same seed."""
-        torch.manual_seed(common.hash32((seed, "init")))
-        self.unet.load_state_dict(build_unet(self.args).state_dict())
+        self.unet.load_state_dict(self.initial(seed).state_dict())
 
     def frozen_copy(self):
         """A teacher: the same weights now, eval mode, no gradients."""
@@ -196,6 +200,7 @@ def load_states(modules, states):
 
 def train(args):
     script, run = __file__, runfolder.run_folder(args, "ddim")
+    device = common.pick_device(args.device)
     scene = streams.scenario(args.dataset)
     data = streams.load_data(scene, args.size, args.data, read=not args.dry_run)
     tasks = streams.split(data, scene.order(args.order), args.tasks)
@@ -211,17 +216,26 @@ def train(args):
         print(f"U-Net: {parameters:,} parameters\nrun folder: {run}")
         return
 
-    device = common.pick_device(args.device)
     learner = DDIM(args, data, device)
     method = Method(args, learner)
     parameters = sum(p.numel() for p in learner.unet.parameters())
+    judge = eval_metrics.Classifier(data, args.data, device) if args.select == "best" else None
     config = runfolder.describe(
-        args, run, script, "ddim", method, data, tasks, device, parameters, scheduler=dict(learner.scheduler.config)
+        args,
+        run,
+        script,
+        "ddim",
+        method,
+        data,
+        tasks,
+        device,
+        parameters,
+        scheduler=dict(learner.scheduler.config),
+        judge=judge and judge.name,
     )
 
     with common.locked(run):
         runfolder.write_or_check_config(run, config, args, script)
-        judge = eval_metrics.Classifier(data, args.data, device) if args.select == "best" else None
         done = runfolder.finished_tasks(run, len(tasks))
         if done:
             learner.load(run / f"task{done}")
@@ -337,7 +351,7 @@ def train(args):
             with common.new_folder(run / f"task{task.number}") as folder:
                 method.save(folder)
                 common.save_tensors(method.state_dict(), folder / "method.pt")
-                common.picture_grid(images.unflatten(0, (len(shown), 8)), folder / "samples.png")
+                common.picture_grid(images.unflatten(0, (len(shown), 8))).save(folder / "samples.png")
                 (folder / "cost.json").write_text(json.dumps(about, indent=1))
             names = " ".join(data.classes[c] for c in task.classes)
             print(

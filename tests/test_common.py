@@ -79,6 +79,23 @@ def test_sampling_noise_of_an_image_is_its_own():
     assert len(set(seeds)) == 8 and abs(whole.mean()) < 0.1 and abs(whole.std() - 1) < 0.1
 
 
+def test_a_folder_named_like_a_range(tmp_path):
+    for folder, classes in (("a:0-1", "xyz"), ("a", "pqr")):
+        for c in classes:
+            (tmp_path / folder / c).mkdir(parents=True)
+            Image.new("RGB", (8, 8)).save(tmp_path / folder / c / "1.png")
+    whole = streams.scenario(str(tmp_path / "a:0-1"))
+    assert whole.folder == tmp_path / "a:0-1" and whole.classes == 3
+    part = streams.scenario(str(tmp_path / "a:0-1") + ":1-2")
+    assert part.folder == tmp_path / "a:0-1" and (part.first, part.last) == (1, 2)
+
+
+def test_a_task_needs_two_pictures():
+    data = toy_data(3)
+    with pytest.raises(common.UserError, match=r"task 2 \(1\) has 1 picture"):
+        streams.split(data, [0, 1], 2)
+
+
 # ---------------------------------------------------------------------------------------------- reservoir
 
 
@@ -189,6 +206,26 @@ def test_broken_state_is_set_aside_and_the_one_before_is_used(tmp_path, capsys):
     assert "resume is broken (state.pt)" in capsys.readouterr().err
 
 
+def test_killed_between_the_two_renames(tmp_path):
+    with common.new_folder(tmp_path / "resume") as folder:
+        common.save_tensors({"task": 1, "step": 1}, folder / "state.pt")
+    (tmp_path / "resume").rename(tmp_path / "resume.old")
+    assert runfolder.resume_state(tmp_path, 1)["step"] == 1
+    with common.new_folder(tmp_path / "resume") as folder:
+        common.save_tensors({"task": 1, "step": 2}, folder / "state.pt")
+    assert runfolder.resume_state(tmp_path, 1)["step"] == 2
+
+
+def test_what_came_after_a_broken_task_is_set_aside_too(tmp_path):
+    for name in ("task1", "task2", "task3", "resume"):
+        with common.new_folder(tmp_path / name) as folder:
+            (folder / "x").write_text(name)
+    assert runfolder.finished_tasks(tmp_path, 4) == 3 and (tmp_path / "resume").exists()
+    (tmp_path / "task2" / "SHA256SUMS").write_text("")
+    assert runfolder.finished_tasks(tmp_path, 4) == 1
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["resume.broken", "task1", "task2.broken", "task3.broken"]
+
+
 def test_interrupted_save_leaves_the_old_state(tmp_path):
     with common.new_folder(tmp_path / "a") as folder:
         (folder / "x").write_text("old")
@@ -212,13 +249,17 @@ def test_log_cuts_and_averages(tmp_path):
     assert [r["step"] for r in common.read_csv(tmp_path / "log.csv")] == ["2"]
 
 
-def test_log_names_the_step_that_is_not_finite(tmp_path, capsys):
+def test_log_names_the_step_that_is_not_finite(tmp_path):
     log = runfolder.Log(tmp_path / "log.csv", 3, 0)
     for step in range(10):
         log.add(step, {"loss_main": torch.tensor(float("nan") if step >= 6 else 1.0)})
-    with pytest.raises(SystemExit) as end:
+    with pytest.raises(common.UserError, match="loss_main of task 3 is nan at step 6") as end:
         log.flush(10, 0.1, 0.0)
-    assert end.value.code == 1 and "loss_main of task 3 is nan at step 6" in capsys.readouterr().err
+    assert end.value.code == 1
+    log = runfolder.Log(tmp_path / "log.csv", 3, 0)  # a finite loss, but the step has spoilt the weights
+    log.add(0, {"loss_main": torch.tensor(1.0), "gradient_norm": torch.tensor(float("inf"))})
+    with pytest.raises(common.UserError, match="gradient_norm of task 3 is inf"):
+        log.flush(10, 0.1, 0.0)
 
 
 def test_class_orders_are_those_of_the_paper():

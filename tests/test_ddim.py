@@ -111,8 +111,9 @@ def test_class_labels_matter_and_are_checked(learner):
 
 def test_sampling_leaves_mode_weights_and_training_noise_alone(learner):
     learner.unet.train()
-    before = {k: v.clone() for k, v in learner.unet.state_dict().items()}
+    before, state = {k: v.clone() for k, v in learner.unet.state_dict().items()}, torch.get_rng_state()
     learner.sample([0], [1])
+    assert torch.equal(state, torch.get_rng_state())
     assert learner.unet.training and same(before, learner.unet.state_dict())
     assert torch.equal(learner.sample([2], [7]), learner.sample([2], [7]))  # dropout is off
 
@@ -164,7 +165,16 @@ def test_task_1_is_that_of_ncl_and_empty_memory_is_ncl(train):
     assert same(weights(ncl, 1), weights(nothing, 1)) and same(weights(ncl, 2), weights(nothing, 2))
 
 
-def test_er_replays_the_past_and_remembers_it(train):
+def test_er_replays_the_past_and_remembers_it(train, monkeypatch):
+    rows, loss = [], train_ddim.DDIM.loss
+    monkeypatch.setattr(
+        train_ddim.DDIM, "loss", lambda self, phase, batch: rows.append(batch["labels"]) or loss(self, phase, batch)
+    )
+    train("spied", "--method", "er")
+    assert all(len(labels) == 8 for labels in rows[:6])  # nothing is replayed on task 1
+    for labels in rows[6:]:
+        assert len(labels) == 8 + 4 and set(labels[:8].tolist()) <= {2, 3} and set(labels[8:].tolist()) <= {0, 1}
+    monkeypatch.undo()
     state = common.load_tensors(train("a", "--method", "er") / "task1" / "method.pt")
     assert state["images"].shape == (5, 3, 8, 8) and set(state["labels"].tolist()) <= {0, 1} and state["seen"] == 360
 
@@ -175,15 +185,19 @@ def test_noncl_trains_longer_on_the_pool(train):
 
 
 def test_ensemble_samples_task_1_from_its_own_network(train, cache):
+    """The saved folders give what the network gave when it had just learnt task 1, bit for bit."""
     run = train("a", "--method", "ensemble")
     args = train_ddim.parse_args([*SMALL, "--method", "ensemble"])
     learner = train_ddim.DDIM(args, streams.load_data(streams.scenario(args.dataset), 8, cache), "cpu")
     method = runfolder.method_class("ensemble")(args, learner)
     seeds, images = common.sampling_seeds((0,), 4), []
-    for trained_to in (1, 2):
-        method.load(run, trained_to, 1)
+    learner.load(run / "task1")
+    images.append(learner.sample([0, 1, 0, 1], seeds))
+    for trained_to, task in ((1, 1), (2, 1), (2, 2)):
+        method.load(run, trained_to, task)
         images.append(learner.sample([0, 1, 0, 1], seeds))
-    assert torch.equal(*images)
+    assert torch.equal(images[0], images[1]) and torch.equal(images[0], images[2])
+    assert not torch.equal(images[0], images[3])
 
 
 def test_scoring_between_steps_changes_nothing(train, monkeypatch):
@@ -200,10 +214,17 @@ def test_scoring_between_steps_changes_nothing(train, monkeypatch):
     assert same(last, seen[0]["unet"])
 
 
-def test_best_checkpoint_is_the_one_with_the_lowest_score(train):
+def test_best_checkpoint_is_the_one_with_the_lowest_score(train, monkeypatch):
+    scores = []
+    distance = train_ddim.eval_metrics.frechet_distance
+    monkeypatch.setattr(
+        train_ddim.eval_metrics, "frechet_distance", lambda *a: scores.append(distance(*a)) or scores[-1]
+    )
+    run = train("a", "--select", "best", "--lr", "0.02")
+    assert len(scores) == 6
     for task in (1, 2):
-        about = common.read_json(train("a", "--select", "best") / f"task{task}" / "cost.json")
-        assert about["kept_step"] in (2, 4, 6) and about["selection_score"] > 0
+        about, some = common.read_json(run / f"task{task}" / "cost.json"), scores[3 * task - 3 : 3 * task]
+        assert about["selection_score"] == min(some) and about["kept_step"] == 2 * some.index(min(some)) + 2
 
 
 def test_a_run_folder_says_what_made_it(train):
@@ -297,10 +318,12 @@ def test_killed_by_the_system(train, tmp_path, cache):
     run = tmp_path / "killed" / unbroken.relative_to(tmp_path / "unbroken")
     environment = {**os.environ, "OMP_NUM_THREADS": str(torch.get_num_threads())}
     child = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL)
-    while not (run / "task1").exists() or not (run / "resume.old").exists():
+    while not (run / "task1").exists():
         assert child.poll() is None, "ended before it could be killed"
-        time.sleep(0.02)
-    time.sleep(0.2)
+        time.sleep(0.005)
+    saved = (run / "resume").stat().st_mtime_ns if (run / "resume").exists() else 0
+    while not (run / "resume").exists() or (run / "resume").stat().st_mtime_ns == saved:  # a save inside task 2
+        assert child.poll() is None, "ended before it could be killed"
     child.send_signal(signal.SIGKILL)
     child.wait()
     assert not (run / "DONE").exists()

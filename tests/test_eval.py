@@ -5,10 +5,12 @@ import math
 import numpy as np
 import pytest
 import torch
+from conftest import SMALL
 
 import common
 import eval_metrics as em
 import streams
+import train_ddim
 
 
 def test_frechet_distance_closed_forms():
@@ -41,8 +43,10 @@ def test_fewer_images_than_dimensions():
     product = np.linalg.svd(u @ v.T, compute_uv=False).sum() / math.sqrt(11 * 8)
     exact = ((x.mean(0) - y.mean(0)) ** 2).sum() + (u**2).sum() / 11 + (v**2).sum() / 8 - 2 * product
     assert em.frechet_distance(em.statistics(x), em.statistics(y)) == pytest.approx(exact, rel=1e-6)
-    with pytest.raises(SystemExit):
+    with pytest.raises(common.UserError, match="at least 2"):
         em.statistics(x[:1])
+    with pytest.raises(common.UserError, match="not finite"):  # and never a perfect score
+        em.statistics(x * np.nan)
 
 
 def test_continual_metrics_by_hand():
@@ -67,7 +71,7 @@ def test_conditional_accuracy_and_pixel_ranges(cache):
     with pytest.raises(TypeError, match="uint8"):
         judge.features(torch.rand(2, 3, 8, 8))
     again = em.Classifier(data, cache, "cpu")
-    assert again.name == judge.name == em.Classifier.identity(data, cache)
+    assert again.name == judge.name == em.Classifier.identity(cache, data.name, data.digest, data.classes)
 
 
 def test_noise_is_far_and_the_data_are_near(cache):
@@ -84,7 +88,7 @@ def test_inception_features_are_those_of_pytorch_fid(tmp_path, monkeypatch):
     from pytorch_fid import fid_score, inception
 
     monkeypatch.setattr(torch.hub, "_hub_dir", str(tmp_path))
-    with pytest.raises(SystemExit):
+    with pytest.raises(common.UserError, match="no Inception weights"):
         em.Inception("cpu")
     torch.manual_seed(0)
     monkeypatch.setattr(inception, "load_state_dict_from_url", lambda *a, **k: net.state_dict())
@@ -190,6 +194,51 @@ def test_unfinished_runs_are_scored_but_stay_out_of_the_tables(train, evaluate, 
 def test_pictures_without_inception_weights(train, tmp_path, cache, monkeypatch, capsys):
     train("a")
     monkeypatch.setattr(torch.hub, "_hub_dir", str(tmp_path))
-    with pytest.raises(SystemExit) as end:
+    with pytest.raises(common.UserError, match=r"put https://github\.com/mseitzer") as end:
         em.main([str(tmp_path / "a"), "--data", str(cache), "--extractor", "inception", "--out", str(tmp_path / "r")])
     assert end.value.code == 2 and em.INCEPTION_URL in capsys.readouterr().err and not (tmp_path / "r").exists()
+
+
+def test_a_cell_is_the_model_after_t_asked_for_the_classes_of_i(train, evaluate, cache):
+    run = train("a")
+    evaluate()
+    args = train_ddim.parse_args([*SMALL])
+    data = streams.load_data(streams.scenario(args.dataset), 8, cache)
+    learner, judge = train_ddim.DDIM(args, data, "cpu"), em.Classifier(data, cache, "cpu")
+    learner.load(run / "task2")
+    images = learner.sample([0, 1] * 8, common.sampling_seeds((0, 1, "report"), 16))
+    reference = em.statistics(judge.features(data.images[data.labels < 2]))
+    expected = em.frechet_distance(em.statistics(judge.features(images)), reference)
+    found = {(r["trained_to"], r["task"]): float(r["value"]) for r in common.read_csv(run / "quality.csv")
+             if r["metric"] == "FID"}  # fmt: skip
+    assert found["2", "1"] == pytest.approx(expected, rel=1e-4) and found["1", "1"] != found["2", "1"]
+
+
+def test_one_broken_run_does_not_keep_the_others_from_the_table(train, evaluate, tmp_path, cache, capsys):
+    good, torn, odd = train("a"), train("a", "--method", "er"), train("a", "--method", "ensemble")
+    rows, _ = evaluate()
+    path = torn / "task2" / "unet" / "diffusion_pytorch_model.safetensors"
+    path.write_bytes(path.read_bytes()[:1000])
+    (torn / "quality.csv").write_text("what;is;this\n1;2;3\n")
+    (odd / "config.json").write_text("{}")
+    em.main([str(tmp_path / "a"), str(tmp_path / "a" / "digits_0-3"), "--out", str(tmp_path / "results"), "--data",
+             str(cache), "--num_samples", "16"])  # fmt: skip
+    after = common.read_csv(tmp_path / "results" / "summary.csv")
+    assert after == [r for r in rows if r["variant"] == "ncl"]  # and only once, though it is reached by two ways
+    error = capsys.readouterr().err
+    assert "task2 is broken" in error and "config.json lacks" in error
+    assert not (torn / "DONE").exists() and (good / "DONE").exists()
+    train("a", "--method", "er")  # the training command repairs it
+    (odd / "config.json").unlink()
+    assert [r for r in evaluate()[0] if r["variant"] != "ensemble"] == [r for r in rows if r["variant"] != "ensemble"]
+
+
+def test_which_features_are_the_default():
+    def config(dataset):
+        return {"flags": {"dataset": dataset}}
+
+    assert (
+        em.extractor_kind(config("digits:0-4"), "auto") == em.extractor_kind(config("digits"), "auto") == "classifier"
+    )
+    assert em.extractor_kind(config("/pictures/digits_photos"), "auto") == "inception"
+    assert em.extractor_kind(config("digits"), "inception") == "inception"
