@@ -175,15 +175,13 @@ def stop_if_finished(run, args, script):
         raise SystemExit(0)
 
 
-def describe(args, run, script, backbone, method, data, tasks, device, parameters, **more):
-    """config.json: all that made this run what it is."""
+def describe(args, script, data, tasks, device):
+    """What made a run what it is, for its config.json; the script adds what it alone knows."""
     import torch
 
     packages = ("torch", "diffusers", "numpy", "safetensors", "scikit-learn", "pillow")
     return {
-        "backbone": backbone,
         "flags": vars(args),
-        "isolated": method.isolated,
         "command": shlex.join(["python", Path(script).name, *sys.argv[1:]]),
         "code": code_hashes(script, args.method),
         "versions": {p: importlib.metadata.version(p) for p in packages},
@@ -191,8 +189,6 @@ def describe(args, run, script, backbone, method, data, tasks, device, parameter
         "tasks": [task.classes for task in tasks],
         "device": device,
         "threads": torch.get_num_threads(),
-        "parameters": parameters,
-        **more,
     }
 
 

@@ -188,9 +188,8 @@ def learning_rate(step, steps, peak):
     return peak * 0.5 * (1 + math.cos(math.pi * (step - warm_up) / (steps - warm_up)))
 
 
-def copy_states(modules):
-    """State dicts by name; tensors are cloned, so training on does not change them."""
-    return {name: copy.deepcopy(m.state_dict()) for name, m in modules.items()}
+def states(modules):
+    return {name: module.state_dict() for name, module in modules.items()}
 
 
 def load_states(modules, states):
@@ -220,19 +219,9 @@ def train(args):
     method = Method(args, learner)
     parameters = sum(p.numel() for p in learner.unet.parameters())
     judge = eval_metrics.Classifier(data, args.data, device) if args.select == "best" else None
-    config = runfolder.describe(
-        args,
-        run,
-        script,
-        "ddim",
-        method,
-        data,
-        tasks,
-        device,
-        parameters,
-        scheduler=dict(learner.scheduler.config),
-        judge=judge and judge.name,
-    )
+    config = runfolder.describe(args, script, data, tasks, device)
+    config |= {"backbone": "ddim", "isolated": method.isolated, "parameters": parameters}
+    config |= {"scheduler": dict(learner.scheduler.config), "judge": judge and judge.name}
 
     with common.locked(run):
         runfolder.write_or_check_config(run, config, args, script)
@@ -315,12 +304,12 @@ def train(args):
                     score = eval_metrics.frechet_distance(eval_metrics.statistics(features), reference)
                     if best is None or score < best["score"]:
                         best = {"score": score, "step": step + 1, "method": method.state_dict()}
-                        best["nets"] = copy_states(learner.nets)
+                        best["nets"] = copy.deepcopy(states(learner.nets))
                     cost["selection"] += time.perf_counter() - clock
                 if save_now:
                     state = {"task": task.number, "step": step + 1, "best": best, "cost": cost}
-                    state |= {"nets": copy_states(learner.nets), "method": method.state_dict()}
-                    state["optimisers"] = {name: o.state_dict() for name, o in optimisers.items()}
+                    state |= {"nets": states(learner.nets), "optimisers": states(optimisers)}
+                    state["method"] = method.state_dict()
                     with common.new_folder(run / "resume") as folder:
                         common.save_tensors(state, folder / "state.pt")
                 if score_now or save_now:

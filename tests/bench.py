@@ -3,8 +3,8 @@
     python tests/bench.py                       preset S, batch 8, fp32, on the CPU
     python tests/bench.py --precision bf16      the same in bf16, also against fp32
 
-The plain loop is what one would write without a benchmark: the same U-Net, scheduler, batch, precision and
-optimiser, and nothing else. Ours also draws its randomness from keys, asks the method's hooks, clips, and logs.
+The plain loop is what one would write without a benchmark: the same U-Net, scheduler, batch, precision, optimiser
+and clipping, and nothing else. Ours also draws its randomness from keys, asks the method's hooks, and logs.
 """
 
 import argparse
