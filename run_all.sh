@@ -34,6 +34,7 @@ JOBS=${JOBS:-$((cores < 4 ? cores : 4))}
 export OMP_NUM_THREADS=${THREADS:-1}
 # Side by side, progress bars would write over each other: through a pipe the scripts print a line a task instead.
 if [ "$JOBS" -gt 1 ]; then
+    echo "$("$profile" | wc -l) runs, $JOBS at a time; a line for each task learnt"
     "$profile" | xargs -P "$JOBS" -I{} bash -c '{} 2>&1 | cat; exit "${PIPESTATUS[0]}"'
 else
     while read -r command; do $command </dev/null; done < <("$profile")

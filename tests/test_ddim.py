@@ -180,9 +180,31 @@ def test_er_replays_the_past_and_remembers_it(train, monkeypatch):
     assert state["images"].shape == (5, 3, 8, 8) and set(state["labels"].tolist()) <= {0, 1} and state["seen"] == 360
 
 
-def test_noncl_trains_longer_on_the_pool(train):
+def test_noncl_trains_longer_on_the_pool(train, monkeypatch):
+    drawn, draw = [], train_ddim.DDIM.draw
+    monkeypatch.setattr(
+        train_ddim.DDIM, "draw", lambda self, x, labels, key: drawn.append((key, labels)) or draw(self, x, labels, key)
+    )
     rows = common.read_csv(train("a", "--method", "noncl") / "log.csv")
     assert [r["step"] for r in rows if r["task"] == "2"][-1] == "12"
+    seen = [set(np.concatenate([labels for key, labels in drawn if key[1] == task]).tolist()) for task in (1, 2)]
+    assert seen == [{0, 1}, {0, 1, 2, 3}]
+
+
+def test_gradients_are_clipped_and_the_schedule_is_followed(train, monkeypatch):
+    norms, rates, step = [], [], torch.optim.Adam.step
+
+    def spy(self, *rest):
+        grads = [p.grad.norm() for group in self.param_groups for p in group["params"] if p.grad is not None]
+        norms.append(torch.stack(grads).norm().item())
+        rates.append(self.param_groups[0]["lr"])
+        return step(self, *rest)
+
+    monkeypatch.setattr(torch.optim.Adam, "step", spy)
+    rows = common.read_csv(train("a", "--steps", "20") / "log.csv")
+    assert float(rows[0]["gradient_norm"]) > 1 and float(rows[0]["clipped"]) > 0  # before clipping
+    assert max(norms) == pytest.approx(1, abs=1e-3)
+    assert rates == [train_ddim.learning_rate(s, 20, 3e-3) for s in range(20)] * 2  # anew in each task
 
 
 def test_ensemble_samples_task_1_from_its_own_network(train, cache):
