@@ -191,6 +191,21 @@ def test_noncl_trains_longer_on_the_pool(train, monkeypatch):
     assert seen == [{0, 1}, {0, 1, 2, 3}]
 
 
+@pytest.mark.parametrize("method, anew", [("ncl", False), ("er", False), ("noncl", True), ("ensemble", True)])
+def test_who_starts_from_scratch_and_dropout_is_new_each_step(train, monkeypatch, method, anew):
+    starts, masks, loss = [], [], train_ddim.DDIM.loss
+
+    def spy(self, phase, batch):
+        starts.append({k: v.clone() for k, v in self.unet.state_dict().items()})
+        masks.append(torch.get_rng_state())
+        return loss(self, phase, batch)
+
+    monkeypatch.setattr(train_ddim.DDIM, "loss", spy)
+    train("a", "--method", method)
+    assert same(starts[0], starts[6]) == anew
+    assert len({bytes(m.numpy()) for m in masks}) == len(masks)
+
+
 def test_gradients_are_clipped_and_the_schedule_is_followed(train, monkeypatch):
     norms, rates, step = [], [], torch.optim.Adam.step
 
