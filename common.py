@@ -49,6 +49,8 @@ def fail(message, code=2):
 @contextlib.contextmanager
 def one_line_errors():
     """Around a script: ends it with one line for a user's mistake, a full disk or Ctrl-C."""
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(errors="replace")  # a terminal that knows no ± still shows the table
     try:
         yield
     except UserError as error:
@@ -74,14 +76,13 @@ class Parser(argparse.ArgumentParser):
         fail(f"{message} (--help lists the flags)")
 
 
-def whole(low, high=None):
-    """argparse type: an int from `low` (to `high`)."""
+def whole(low, high=10**7):
+    """argparse type: an int from `low` to `high`."""
 
     def read(text):
         value = int(text)
-        if value < low or (high is not None and value > high):
-            bounds = f"at least {low}" if high is None else f"between {low} and {high}"
-            raise argparse.ArgumentTypeError(f"{value} must be {bounds}")
+        if not low <= value <= high:
+            raise argparse.ArgumentTypeError(f"{value} must be between {low} and {high}")
         return value
 
     read.__name__ = "whole number"
@@ -105,7 +106,7 @@ def positive(text):
     """argparse type: a finite float above 0."""
     value = float(text)
     if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{value} must be above 0")
+        raise argparse.ArgumentTypeError(f"{value} must be above 0 and finite")
     return value
 
 
@@ -153,11 +154,18 @@ def read_json(path):
         fail(f"cannot read {path}: {error}")
 
 
+def output_folder(path):
+    """The folder to write into, which need not exist yet; a file of that name is refused before any work."""
+    if Path(path).exists() and not Path(path).is_dir():
+        fail(f"--out {path} is a file: name a folder")
+    return Path(path)
+
+
 def read_csv(path):
     """Rows as dicts of strings; none if the file does not exist."""
-    if not Path(path).exists():
+    if not Path(path).is_file():
         return []
-    with open(path, newline="") as file:
+    with open(path, newline="", errors="replace") as file:
         return list(csv.DictReader(file))
 
 
@@ -206,9 +214,11 @@ def new_folder(path):
         temporary.rename(path)
     except BaseException as error:
         shutil.rmtree(temporary, ignore_errors=True)
-        # a full disk is an OSError, but torch and safetensors wrap it in errors of their own
-        if isinstance(error, OSError) or type(error).__name__ in ("SafetensorError", "RuntimeError"):
-            fail(f"cannot write {path}: {error}; what was saved before is intact; free space and start again", code=1)
+        reason = getattr(error, "strerror", None)
+        if type(error).__name__ == "SafetensorError" or "inline_container" in str(error):
+            reason = "no space left, or a limit on the size of a file"  # as torch and safetensors say it
+        if reason:
+            fail(f"cannot write {path}: {reason}; what was saved before is intact; free space and start again", code=1)
         raise
 
 
@@ -314,7 +324,7 @@ class Reservoir:
 
     def add(self, indices, key):
         """Shows the images `indices` of the data set, each once."""
-        slots = np.full(self.size, -1)  # which of the new images a slot ends up with
+        slots = np.full(min(self.size, self.seen + len(indices)), -1)  # which of the new images a slot ends up with
         draws = numpy_rng(key).random(len(indices))
         for index, draw in zip(indices, draws, strict=True):
             slot = self.seen if self.seen < self.size else int(draw * (self.seen + 1))

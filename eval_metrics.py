@@ -14,9 +14,11 @@ From top to bottom: Fréchet distance · feature extractors · scoring · summar
 """
 
 import argparse
+import functools
 import hashlib
 import importlib
 import io
+import json
 import math
 import sys
 from collections import defaultdict
@@ -78,34 +80,35 @@ class Classifier:
     """
 
     def __init__(self, data, cache, device):
-        import safetensors.torch
         import torch
+        from safetensors.torch import load_file, save_file
 
         self.device = device
         self.net = self.build(data.images.shape[-1], len(data.classes)).to(device)
-        path = self.path(cache, data.name, data.digest, data.classes)
-        with common.locked(path.parent, wait=True):
-            if not path.exists():
+        folder = self.folder(cache, data.digest, data.classes)
+        with common.locked(folder.parent, wait=True):
+            if not common.is_sound(folder):
                 self.train(data)
                 weights = {k: v.cpu().contiguous() for k, v in self.net.state_dict().items()}
                 weights |= {"scale": torch.tensor(self.scale), "held_out": torch.tensor(self.held_out)}
-                common.write_file(path, safetensors.torch.save(weights))
-        state = safetensors.torch.load_file(path)
+                with common.new_folder(folder) as target:
+                    save_file(weights, target / "classifier.safetensors")
+        state = load_file(folder / "classifier.safetensors")
         self.scale, self.held_out = state.pop("scale").item(), state.pop("held_out").item()
         self.net.load_state_dict(state)
         self.net.eval()
-        self.name = self.identity(cache, data.name, data.digest, data.classes)
+        self.name = self.identity(cache, data.digest, data.classes)
 
     @staticmethod
-    def path(cache, name, digest, classes):
+    def folder(cache, digest, classes):
         recipe = hashlib.sha256(f"1 {digest} {len(classes)}".encode()).hexdigest()[:12]
-        return Path(cache) / "classifiers" / f"{name}-{recipe}.safetensors"
+        return Path(cache) / "classifiers" / recipe
 
     @classmethod
-    def identity(cls, cache, name, digest, classes):
+    def identity(cls, cache, digest, classes):
         """classifier-<hash of its weights>, or None if it is not trained yet."""
-        path = cls.path(cache, name, digest, classes)
-        return f"classifier-{common.file_sum(path)[:8]}" if path.exists() else None
+        folder = cls.folder(cache, digest, classes)
+        return f"classifier-{runfolder.checkpoint_hash(folder)[:8]}" if common.is_sound(folder) else None
 
     @staticmethod
     def build(size, classes):
@@ -145,8 +148,12 @@ class Classifier:
         self.net.eval()
         self.scale = 1.0
         self.held_out = self.accuracy(data.images[held], data.labels[held]) if len(held) else math.nan
-        self.scale = float(10 / np.sqrt(self.features(data.images).var(0).sum()))
-        print(f"classifier for {data.name}: reads {self.held_out:.1%} of {len(held)} held-out images")
+        variance = self.features(data.images).var(0).sum()
+        if not variance > 0:
+            common.fail(f"the pictures of {data.name} are all alike: there is nothing to tell apart")
+        self.scale = float(10 / np.sqrt(variance))
+        read = f"reads {self.held_out:.1%} of {len(held)} held-out images" if len(held) else "no image held out"
+        print(f"classifier for {data.name}: {read}")
 
     def features(self, images, batch=256):
         """uint8 images (N, 3, H, W) → float64 features (N, 64)."""
@@ -202,31 +209,34 @@ def in_batches(function, images, batch, device):
 
 
 def find_runs(roots):
-    """{run folder: its config} below the given folders, each once, however it is reached or copied."""
-    found = {}
+    """{run folder: its config} below the given folders; the same flags, order and seed count once."""
+    runs, seen = {}, {}
     for root in map(Path, roots):
         if not root.is_dir():
             common.fail(f"no such folder: {root}")
         for path in sorted(root.rglob("config.json")):
             run = path.parent
-            if not (run / "task1").is_dir():
+            if not (run / "task1").is_dir() or any(run.resolve() == other.resolve() for other in runs):
                 continue
-            identity = run.resolve().parts[-4:]  # data set, backbone, method, order-seed-hash
-            if identity not in found:
-                found[identity] = run
-            elif found[identity].resolve() != run.resolve():
-                note(f"{run} is a copy of {found[identity]} and is left out")
-    if not found:
+            try:
+                config = runfolder.read_config(run)
+            except common.UserError as problem:
+                note(f"{problem}; it is left out")
+                continue
+            beside = ("out", "data", "device", "save_every", "dry_run")
+            flags = {k: v for k, v in config["flags"].items() if k not in beside}
+            identity = json.dumps([config["backbone"], flags], sort_keys=True)
+            if identity in seen:
+                note(f"{run} is the same run as {seen[identity]} and is left out")
+                continue
+            seen[identity] = run
+            runs[run] = config
+    if not runs:
         common.fail(f"no run folder with a finished task below {', '.join(map(str, roots))}; train first")
-    runs = {}
-    for run in found.values():
-        try:
-            runs[run] = runfolder.read_config(run)
-        except common.UserError as problem:
-            note(f"{problem}; it is left out")
     return runs
 
 
+@functools.cache  # each note once
 def note(text):
     print(f"note: {text}", file=sys.stderr, flush=True)
 
@@ -262,14 +272,47 @@ def valid_rows(run):
     for folder in run.glob("task*"):
         if (folder / "SHA256SUMS").exists():
             hashes[folder.name] = runfolder.checkpoint_hash(folder)
-    rows = [r for r in common.read_csv(run / "quality.csv") if set(r) == set(COLUMNS) and None not in r.values()]
+    rows = [r for r in common.read_csv(run / "quality.csv") if is_whole(r)]
     return [r for r in rows if hashes.get(f"task{r['trained_to']}") == r["checkpoint"]]
+
+
+def is_whole(row):
+    try:
+        return (
+            int(row["trained_to"]) >= int(row["task"]) and math.isfinite(float(row["value"])) and set(row) == {*COLUMNS}
+        )
+    except (KeyError, TypeError, ValueError):
+        return False
 
 
 def extractor_kind(config, wanted):
     if wanted != "auto":
         return wanted
     return "classifier" if config["flags"]["dataset"].split(":")[0] == "digits" else "inception"
+
+
+def score_what_is_missing(run, config, args, datas, extractors, references):
+    kind = extractor_kind(config, args.extractor)
+    about = (args.data, config["data"]["digest"], config["data"]["classes"])
+    protocol = protocol_of(config, args, (Classifier.identity(*about) or kind) if kind == "classifier" else kind)
+    if not missing_cells(run, config, protocol):
+        return
+    scene = config["flags"]["dataset"], config["flags"]["size"]
+    if scene not in datas:
+        datas[scene] = streams.load_data(streams.scenario(scene[0]), scene[1], args.data)
+    data = datas[scene]
+    if config["data"]["digest"] != data.digest:
+        common.fail(f"{run} was trained on other pictures than {scene[0]} holds now")
+    if (kind, data.digest) not in extractors:
+        device = common.pick_device(args.device)
+        extractor = Classifier(data, args.data, device) if kind == "classifier" else Inception(device)
+        extractors[kind, data.digest] = extractor
+    extractor = extractors[kind, data.digest]
+    protocol["extractor"] = extractor.name
+    with common.locked(run):
+        missing = missing_cells(run, config, protocol)
+        score(run, config, args, data, missing, extractor, protocol, references)
+    print(f"scored {run}", flush=True)
 
 
 def score(run, config, args, data, missing, extractor, protocol, references):
@@ -355,13 +398,14 @@ def quality_matrices(run, config):
     return complete
 
 
-def summarise(runs, current):
+def summarise(runs, cache):
     """One record a run and metric. Scores of a classifier that was trained anew since are left out."""
     records = []
     for run, config in runs.items():
+        current = Classifier.identity(cache, config["data"]["digest"], config["data"]["classes"])
         for (*protocol, metric), matrix in quality_matrices(run, config).items():
             protocol = dict(zip(PROTOCOL, protocol, strict=True))
-            if protocol["extractor"].startswith("classifier") and protocol["extractor"] != current.get(run):
+            if protocol["extractor"].startswith("classifier") and protocol["extractor"] != current:
                 continue
             aq, aiq, afq, fr = continual_metrics(matrix, LARGER_IS_BETTER[metric])
             records.append(
@@ -473,17 +517,20 @@ def write_costs(runs, out):
     """cost.csv: seconds by part, peak memory and parameters of each run, as CLoG's tables 12-15 count them."""
     rows = []
     for run, config in runs.items():
-        costs = [common.read_json(run / f"task{t}" / "cost.json") for t in range(1, len(config["tasks"]) + 1)]
-        rows.append(
-            {"run": run.as_posix(), "dataset": config["data"]["name"], "backbone": config["backbone"],
-             "method": config["flags"]["method"], "order": config["flags"]["order"], "seed": config["flags"]["seed"],
-             "tasks": len(costs), "steps": sum(c["steps"] for c in costs)}
-            | {f"{part}_seconds": f"{sum(c['seconds'][part] for c in costs):.1f}" for part in costs[0]["seconds"]}
-            | {"peak_memory_bytes": max(c["peak_memory_bytes"] for c in costs),
-               "parameters_trained": max(c["parameters_trained"] for c in costs),
-               "parameters_stored": costs[-1]["parameters_stored"], "device": config["device"]}
-        )  # fmt: skip
-    common.write_csv(out / "cost.csv", rows)
+        flags = config["flags"]
+        row = {"run": run.as_posix(), "dataset": config["data"]["name"], "backbone": config["backbone"]}
+        row |= {k: flags[k] for k in ("method", "order", "seed")}
+        try:
+            costs = [common.read_json(run / f"task{t}" / "cost.json") for t in range(1, len(config["tasks"]) + 1)]
+            row |= {"tasks": len(costs), "steps": sum(c["steps"] for c in costs)}
+            for part in ("train", "replay", "importance", "selection"):
+                row[f"{part}_seconds"] = f"{sum(c['seconds'][part] for c in costs):.1f}"
+            row |= {k: max(c[k] for c in costs) for k in ("peak_memory_bytes", "parameters_trained")}
+            rows.append(row | {"parameters_stored": costs[-1]["parameters_stored"], "device": config["device"]})
+        except (common.UserError, KeyError, TypeError) as error:
+            note(f"{run} is left out of cost.csv: {error}")
+    if rows:
+        common.write_csv(out / "cost.csv", rows)
 
 
 # ------------------------------------------------------------------------------------------------ figures
@@ -504,7 +551,10 @@ def draw_figures(records, out):
     for (dataset, backbone), group in scenes.items():
         protocol = max({tuple(r[k] for k in PROTOCOL) for r in group}, key=lambda p: (int(p[1]), p))
         group = [r for r in group if tuple(r[k] for k in PROTOCOL) == protocol]
-        caption = f"{dataset}, {backbone}; FID, {protocol[0].split('-')[0]} features, {protocol[1]} images a task"
+        steps = f", {protocol[3]} steps" if protocol[3] else ""
+        caption = (
+            f"{dataset}, {backbone}: FID, {protocol[0].split('-')[0]} features, {protocol[1]} images a task{steps}"
+        )
         by_variant = defaultdict(list)
         for r in group:
             by_variant[r["variant"]].append(r)
@@ -533,7 +583,7 @@ def draw_curves(plt, by_variant, T, caption, path):
             low, high = curves.mean(0) - curves.std(0, ddof=1), curves.mean(0) + curves.std(0, ddof=1)
             axes.fill_between(range(1, T + 1), low, high, alpha=0.15, color=line.get_color(), linewidth=0)
     axes.set(xlabel="tasks learnt", ylabel="AQ (smaller is better)", title=caption, xticks=range(1, T + 1))
-    axes.set_ylim(bottom=0)
+    axes.set_ylim(0, axes.get_ylim()[1])
     axes.legend(frameon=False)
     save_figure(plt, figure, path)
 
@@ -573,8 +623,10 @@ def draw_samples(plt, by_variant, T, dataset, path):
         classes, tasks = record["config"]["data"]["classes"], record["config"]["tasks"]
         for panel, i in zip(row, columns, strict=True):
             picture = record["run"] / picture_name(i, record)
-            if picture.exists():
+            try:
                 panel.imshow(plt.imread(picture), interpolation="nearest")
+            except (OSError, SyntaxError):  # not there any more, or damaged
+                note(f"{picture} cannot be shown")
             panel.set(xticks=[], yticks=[])
             for spine in panel.spines.values():
                 spine.set_visible(False)
@@ -613,53 +665,33 @@ def parse_args(argv=None):
 
 def main(argv=None):
     args = parse_args(argv)
+    out = common.output_folder(args.out)
     runs = find_runs(args.runs)
     datas, extractors, references = {}, {}, {}  # shared by the runs on the same images
-    problem = None
+    problems = []
     for run, config in runs.items():
-        kind = extractor_kind(config, args.extractor)
-        about = (args.data, *(config["data"][k] for k in ("name", "digest", "classes")))
-        protocol = protocol_of(config, args, (Classifier.identity(*about) or kind) if kind == "classifier" else kind)
-        if not missing_cells(run, config, protocol):
-            continue
         try:  # what is wrong with one run must not keep the others from the table
-            scene = config["flags"]["dataset"], config["flags"]["size"]
-            if scene not in datas:
-                datas[scene] = streams.load_data(streams.scenario(scene[0]), scene[1], args.data)
-            data = datas[scene]
-            if config["data"]["digest"] != data.digest:
-                common.fail(f"{run} was trained on other pictures than {scene[0]} holds now")
-            if (kind, data.digest) not in extractors:
-                device = common.pick_device(args.device)
-                extractor = Classifier(data, args.data, device) if kind == "classifier" else Inception(device)
-                extractors[kind, data.digest] = extractor
-            extractor = extractors[kind, data.digest]
-            protocol["extractor"] = extractor.name
-            with common.locked(run):
-                missing = missing_cells(run, config, protocol)
-                score(run, config, args, data, missing, extractor, protocol, references)
-            print(f"scored {run}", flush=True)
-        except common.UserError as error:
-            problem = problem or error
+            score_what_is_missing(run, config, args, datas, extractors, references)
+        except (common.UserError, OSError) as error:
+            problems.append(error)
             note(f"{error}; {run} is not scored")
 
-    current = {
-        run: Classifier.identity(args.data, *(config["data"][k] for k in ("name", "digest", "classes")))
-        for run, config in runs.items()
-    }
-    records = summarise({run: config for run, config in runs.items() if (run / "DONE").exists()}, current)
+    finished = {run: config for run, config in runs.items() if (run / "DONE").exists()}
+    records = summarise(finished, args.data)
     for run in runs.keys() - {r["run"] for r in records}:
         note(f"{run} is not finished, or not scored to the end, and is left out of the tables")
+    if records:
+        write_summary(records, out)
+        write_costs(finished, out)
+        texts = write_tables(records, out)
+        draw_figures(records, out)
+        print("\n" + "\n".join(texts.values()))
+        print(f"summary, tables and figures: {out}/", flush=True)
+    if problems:
+        code = getattr(problems[0], "code", 1)
+        common.fail(f"{len(problems)} of {len(runs)} runs could not be scored, the first: {problems[0]}", code)
     if not records:
-        raise problem or common.UserError("no finished run to sum up; train first")
-    runs = {run: config for run, config in runs.items() if (run / "DONE").exists()}
-    out = Path(args.out)
-    write_summary(records, out)
-    write_costs(runs, out)
-    texts = write_tables(records, out)
-    draw_figures(records, out)
-    print("\n" + "\n".join(texts.values()))
-    print(f"summary, tables and figures: {out}/")
+        common.fail("no finished run to sum up; train first")
 
 
 if __name__ == "__main__":

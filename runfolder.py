@@ -25,6 +25,7 @@ from common import (
     fail,
     is_sound,
     load_tensors,
+    output_folder,
     positive,
     read_csv,
     read_json,
@@ -124,8 +125,10 @@ def resolve(parser, argv, presets):
     if scene.classes % args.tasks:
         fail(f"--tasks {args.tasks} does not divide the {scene.classes} classes of {args.dataset}")
     args.classes = scene.classes
-    if scene.folder:  # the path is part of the run's identity
-        args.dataset = str(scene.folder) + (f":{scene.first}-{scene.last}" if scene.classes < scene.total else "")
+    # one spelling a scenario: it is part of the run's identity, for a folder by its whole path
+    args.dataset = str(scene.folder) if scene.folder else args.dataset.split(":")[0]
+    if scene.classes < scene.total:
+        args.dataset += f":{scene.first}-{scene.last}"
     return args
 
 
@@ -139,7 +142,7 @@ def run_folder(args, backbone):
         flags.update(eval_every=None, val_samples=None)
     digest = hashlib.blake2b(json.dumps(flags, sort_keys=True).encode(), digest_size=4).hexdigest()
     name = scenario(args.dataset).name
-    return Path(args.out) / name / backbone / args.method / f"order{args.order}-seed{args.seed}-{digest}"
+    return output_folder(args.out) / name / backbone / args.method / f"order{args.order}-seed{args.seed}-{digest}"
 
 
 def code_hashes(script, method):
@@ -151,9 +154,16 @@ def code_hashes(script, method):
 
 
 def read_config(run):
+    """config.json, with all in it that the other scripts rely on."""
     config = read_json(run / "config.json")
-    lacking = [k for k in ("backbone", "flags", "isolated", "code", "data", "tasks", "device") if k not in config]
-    return fail(f"{run}/config.json lacks {', '.join(lacking)}: move that folder away") if lacking else config
+    try:
+        flags, data = config["flags"], config["data"]
+        _ = [flags[k] for k in ("dataset", "size", "method", "order", "seed", "preset", "select")]
+        _ = data["name"], data["digest"], data["classes"], config["backbone"], config["isolated"], config["device"]
+        _ = config["code"].values(), [c for task in config["tasks"] for c in task]
+    except (KeyError, TypeError, AttributeError):
+        fail(f"{run}/config.json is damaged, or of another program: restore it or move {run} away")
+    return config
 
 
 def note_changed_code(run, args, script):
@@ -248,7 +258,7 @@ def finish(run):
 
 def checkpoint_hash(folder):
     """Short hash of the weights in a task folder: equal weights, equal hash."""
-    lines = (folder / "SHA256SUMS").read_text().splitlines()
+    lines = (folder / "SHA256SUMS").read_text(errors="replace").splitlines()
     weights = "\n".join(line for line in lines if line.endswith(".safetensors"))
     return hashlib.sha256(weights.encode()).hexdigest()[:12]
 
@@ -265,8 +275,13 @@ class Log:
 
     def __init__(self, path, task, step):
         self.path, self.task, self.pending = path, task, []
-        rows = [r for r in read_csv(path) if r["images_per_second"]]  # a torn last line lacks its end
-        kept = [r for r in rows if (int(r["task"]), int(r["step"])) <= (task, step)]
+        try:
+            rows = [r for r in read_csv(path) if r["images_per_second"]]  # a torn last line lacks its end
+            kept = [r for r in rows if (int(r["task"]), int(r["step"])) <= (task, step)]
+        except (KeyError, ValueError):
+            path.replace(path.with_name("log.csv.broken"))
+            print(f"note: {path} was damaged, is now log.csv.broken, and is begun anew", file=sys.stderr)
+            kept = []
         if kept:
             write_csv(path, kept)
         else:

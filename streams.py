@@ -79,6 +79,8 @@ class Scenario:
 
 def scenario(text):
     """Reads `NAME`, `NAME:FIRST-LAST` or a path to class folders (with or without a range)."""
+    if not text:
+        fail("--dataset is empty: name a data set or a folder")
     match = None if Path(text).is_dir() else re.fullmatch(r"(.+):(\d+)-(\d+)", text)
     name = match[1] if match else text
     if name in DATASETS:
@@ -189,7 +191,13 @@ def load_folder(folder, size, cache, read):
     classes = class_folders(folder)
     pictures = [path for _, paths in classes for path in paths]
     labels = np.repeat(np.arange(len(classes)), [len(paths) for _, paths in classes])
-    listing = [f"{p.relative_to(folder)} {p.stat().st_size} {p.stat().st_mtime_ns}" for p in pictures]
+    listing = []
+    for path in pictures:
+        try:
+            about = path.stat()
+        except OSError as error:  # a link to nowhere
+            fail(f"cannot read picture {path}: {error.strerror}; repair or remove it")
+        listing.append(f"{path.relative_to(folder)} {about.st_size} {about.st_mtime_ns}")
     digest = hashlib.sha256("\n".join([f"squash bicubic {size}", *listing]).encode("utf-8", "replace")).hexdigest()[:12]
     ready = Path(cache) / "prepared" / f"{folder.name}-{size}-{digest}"
     images = None

@@ -15,7 +15,7 @@ from typing import ClassVar
 
 
 class NCL:
-    search: ClassVar = {}  # flag -> the values that gtep.py tries
+    search: ClassVar = {}  # flag -> the values worth trying when the method is tuned
     isolated = False  # True: task i is always sampled from task i's own weights
 
     @staticmethod

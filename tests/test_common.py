@@ -249,6 +249,15 @@ def test_log_cuts_and_averages(tmp_path):
     assert [r["step"] for r in common.read_csv(tmp_path / "log.csv")] == ["2"]
 
 
+@pytest.mark.parametrize(
+    "content", [b"tazk,step\n1,2\n", b"task,step,images_per_second\nx,2,3\n", b"\xff\xfe,\n1,\xff\n"]
+)
+def test_a_damaged_log_does_not_stop_a_run(tmp_path, content, capsys):
+    (tmp_path / "log.csv").write_bytes(content)
+    runfolder.Log(tmp_path / "log.csv", 1, 2)
+    assert (tmp_path / "log.csv.broken").read_bytes() == content and "begun anew" in capsys.readouterr().err
+
+
 def test_log_names_the_step_that_is_not_finite(tmp_path):
     log = runfolder.Log(tmp_path / "log.csv", 3, 0)
     for step in range(10):

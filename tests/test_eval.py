@@ -1,6 +1,7 @@
 """Scores against closed forms, pytorch-fid and hand-made matrices; the script twice over."""
 
 import math
+import shutil
 
 import numpy as np
 import pytest
@@ -71,7 +72,7 @@ def test_conditional_accuracy_and_pixel_ranges(cache):
     with pytest.raises(TypeError, match="uint8"):
         judge.features(torch.rand(2, 3, 8, 8))
     again = em.Classifier(data, cache, "cpu")
-    assert again.name == judge.name == em.Classifier.identity(cache, data.name, data.digest, data.classes)
+    assert again.name == judge.name == em.Classifier.identity(cache, data.digest, data.classes)
 
 
 def test_noise_is_far_and_the_data_are_near(cache):
@@ -194,7 +195,7 @@ def test_unfinished_runs_are_scored_but_stay_out_of_the_tables(train, evaluate, 
 def test_pictures_without_inception_weights(train, tmp_path, cache, monkeypatch, capsys):
     train("a")
     monkeypatch.setattr(torch.hub, "_hub_dir", str(tmp_path))
-    with pytest.raises(common.UserError, match=r"put https://github\.com/mseitzer") as end:
+    with pytest.raises(common.UserError, match=r"could not be scored.*put https://github\.com/mseitzer") as end:
         em.main([str(tmp_path / "a"), "--data", str(cache), "--extractor", "inception", "--out", str(tmp_path / "r")])
     assert end.value.code == 2 and em.INCEPTION_URL in capsys.readouterr().err and not (tmp_path / "r").exists()
 
@@ -221,16 +222,53 @@ def test_one_broken_run_does_not_keep_the_others_from_the_table(train, evaluate,
     path.write_bytes(path.read_bytes()[:1000])
     (torn / "quality.csv").write_text("what;is;this\n1;2;3\n")
     (odd / "config.json").write_text("{}")
-    em.main([str(tmp_path / "a"), str(tmp_path / "a" / "digits_0-3"), "--out", str(tmp_path / "results"), "--data",
-             str(cache), "--num_samples", "16"])  # fmt: skip
+    (good / "task1" / "cost.json").write_text("{}")
+    shutil.copytree(good, tmp_path / "a" / "copy")
+    with pytest.raises(common.UserError, match="1 of 2 runs could not be scored"):  # said, after all else was done
+        em.main([str(tmp_path / "a"), str(tmp_path / "a" / "digits_0-3"), "--out", str(tmp_path / "results"), "--data",
+                 str(cache), "--num_samples", "16"])  # fmt: skip
     after = common.read_csv(tmp_path / "results" / "summary.csv")
-    assert after == [r for r in rows if r["variant"] == "ncl"]  # and only once, though it is reached by two ways
+    assert [r["AFQ"] for r in after] == [
+        r["AFQ"] for r in rows if r["variant"] == "ncl"
+    ]  # and only once, though it is reached by two ways
     error = capsys.readouterr().err
-    assert "task2 is broken" in error and "config.json lacks" in error
+    assert "task2 is broken" in error and "config.json is damaged" in error and "is the same run as" in error
+    shutil.rmtree(tmp_path / "a" / "copy")
     assert not (torn / "DONE").exists() and (good / "DONE").exists()
     train("a", "--method", "er")  # the training command repairs it
     (odd / "config.json").unlink()
     assert [r for r in evaluate()[0] if r["variant"] != "ensemble"] == [r for r in rows if r["variant"] != "ensemble"]
+
+
+def test_a_damaged_classifier_is_trained_again(train, evaluate, cache, tmp_path, monkeypatch):
+    run = train("a")
+    first, _ = evaluate()
+    copy = tmp_path / "data"
+    shutil.copytree(cache, copy)
+    for path in copy.rglob("classifier.safetensors"):
+        content = bytearray(path.read_bytes())
+        content[30000:30004] = b"\xff" * 4
+        path.write_bytes(content)
+    em.main([str(tmp_path / "a"), "--out", str(tmp_path / "results"), "--data", str(copy), "--num_samples", "16"])
+    rows = common.read_csv(tmp_path / "results" / "summary.csv")
+    assert float(rows[0]["AFQ"]) == pytest.approx(float(first[0]["AFQ"]), rel=1e-3)
+    assert run
+
+
+@pytest.mark.parametrize("value", ["nan", "inf", "abc", ""])
+def test_a_damaged_score_is_computed_anew(train, evaluate, value):
+    run = train("a")
+    first, _ = evaluate()
+    rows = common.read_csv(run / "quality.csv")
+    common.write_csv(run / "quality.csv", [rows[0] | {"value": value}, rows[1] | {"task": "z"}, *rows[2:]])
+    assert evaluate()[0] == first
+
+
+def test_two_names_for_the_same_images_share_a_classifier(train, evaluate, tmp_path, capsys):
+    for name in ("digits:0-9", "digits"):
+        train("a", "--dataset", name, "--tasks", "2", "--steps", "2")
+    rows, _ = evaluate()
+    assert {r["dataset"] for r in rows} == {"digits"} and len(rows) == 2  # one spelling, one run
 
 
 def test_which_features_are_the_default():
