@@ -300,6 +300,22 @@ def test_a_copied_method_file_is_a_method(train):
         copy.unlink()
 
 
+def test_which_flags_make_another_run():
+    def name(*flags):
+        return runfolder.run_folder(train_ddim.parse_args([*SMALL, *flags]), "ddim").name
+
+    plain = name()
+    for same in (["--device", "cpu"], ["--save_every", "7"], ["--data", "x"], ["--val_samples", "9"],
+                 ["--eval_every", "3"], ["--lr", "3e-3"], ["--tasks", "2"]):  # fmt: skip
+        assert name(*same) == plain, same
+    others = [["--lr", "1e-3"], ["--steps", "7"], ["--epochs", "1"], ["--batch_size", "9"], ["--precision", "bf16"],
+              ["--select", "best"], ["--ddim_steps", "4"], ["--memory_size", "6"], ["--replay_size", "3"],
+              ["--tasks", "4"], ["--dataset", "digits:4-7"], ["--select", "best", "--eval_every", "3"],
+              ["--select", "best", "--val_samples", "9"]]  # fmt: skip
+    assert len({plain, *(name(*flags) for flags in others)}) == 1 + len(others)
+    assert name("--order", "2", "--seed", "5") == plain.replace("order1-seed1", "order2-seed5")
+
+
 # ------------------------------------------------------------------------------------------ stop, resume
 
 
