@@ -308,7 +308,7 @@ def test_which_flags_make_another_run():
     for same in (["--device", "cpu"], ["--save_every", "7"], ["--data", "x"], ["--val_samples", "9"],
                  ["--eval_every", "3"], ["--lr", "3e-3"], ["--tasks", "2"]):  # fmt: skip
         assert name(*same) == plain, same
-    others = [["--lr", "1e-3"], ["--steps", "7"], ["--epochs", "1"], ["--batch_size", "9"], ["--precision", "bf16"],
+    others = [["--lr", "1e-3"], ["--steps", "7"], ["--batch_size", "9"], ["--precision", "bf16"],
               ["--select", "best"], ["--ddim_steps", "4"], ["--memory_size", "6"], ["--replay_size", "3"],
               ["--tasks", "4"], ["--dataset", "digits:4-7"], ["--select", "best", "--eval_every", "3"],
               ["--select", "best", "--val_samples", "9"]]  # fmt: skip
