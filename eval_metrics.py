@@ -31,7 +31,7 @@ import runfolder
 import streams
 
 LARGER_IS_BETTER = {"FID": False, "accuracy": True}
-PAPER_ORDER = ["noncl", "ensemble", "ncl", "er", "gr", "kd", "l2", "ewc", "si", "mas", "agem", "clora"]
+TABLE_ORDER = ["noncl", "ensemble", "ncl", "er", "gr", "kd", "l2", "ewc", "si", "mas", "agem", "clora"]
 INCEPTION_FILE = "pt_inception-2015-12-05-6726825d.pth"
 INCEPTION_URL = f"https://github.com/mseitzer/pytorch-fid/releases/download/fid_weights/{INCEPTION_FILE}"
 PROTOCOL = ("extractor", "generated", "reference", "sampler_steps", "sampling_seed")  # scores meet only within one
@@ -43,7 +43,7 @@ SHOWN = 16  # images of a cell that are kept for the sample grids
 
 
 def statistics(features):
-    """Mean (D,), covariance (D, D) and its square root of features (N, D); float64."""
+    """Mean (D,) and covariance (D, D) of features (N, D); float64."""
     features = np.asarray(features, np.float64)
     if len(features) < 2:
         common.fail(f"{len(features)} image(s) have no covariance; at least 2 are needed on each side")
@@ -51,19 +51,23 @@ def statistics(features):
         common.fail("the features of an image are not finite: are the weights?", code=1)
     mean = features.mean(0)
     centred = features - mean
-    covariance = centred.T @ centred / (len(features) - 1)
+    return mean, centred.T @ centred / (len(features) - 1)
+
+
+def with_root(statistics):
+    """(mean, covariance, square root of the covariance): the reference side, computed once."""
+    mean, covariance = statistics
     values, vectors = np.linalg.eigh(covariance)
-    root = (vectors * np.sqrt(values.clip(0))) @ vectors.T
-    return mean, covariance, root
+    return mean, covariance, (vectors * np.sqrt(values.clip(0))) @ vectors.T
 
 
 def frechet_distance(generated, reference):
-    """|μ₁−μ₂|² + tr(C₁ + C₂ − 2 (C₁C₂)^½) of two `statistics`; smaller is better, never negative.
+    """|μ₁−μ₂|² + tr(C₁ + C₂ − 2 (C₁C₂)^½) of `statistics` and a reference `with_root`; smaller is better, ≥ 0.
 
     tr (C₁C₂)^½ is the sum of the square roots of the eigenvalues of C₂^½ C₁ C₂^½, which is symmetric: no square
     root of a non-symmetric matrix that could turn complex.
     """
-    (mean_1, cov_1, _), (mean_2, cov_2, root_2) = generated, reference
+    (mean_1, cov_1), (mean_2, cov_2, root_2) = generated, reference
     shared = np.linalg.eigvalsh(root_2 @ cov_1 @ root_2)
     distance = np.square(mean_1 - mean_2).sum() + np.trace(cov_1) + np.trace(cov_2)
     return max(0.0, float(distance - 2 * np.sqrt(shared.clip(0)).sum()))
@@ -223,8 +227,7 @@ def find_runs(roots):
             except common.UserError as problem:
                 note(f"{problem}; it is left out")
                 continue
-            beside = ("out", "data", "device", "save_every", "dry_run")
-            flags = {k: v for k, v in config["flags"].items() if k not in beside}
+            flags = {k: v for k, v in config["flags"].items() if k in ("order", "seed") or k not in runfolder.UNHASHED}
             identity = json.dumps([config["backbone"], flags], sort_keys=True)
             if identity in seen:
                 note(f"{run} is the same run as {seen[identity]} and is left out")
@@ -338,7 +341,7 @@ def score(run, config, args, data, missing, extractor, protocol, references):
         labels = common.proportional_labels(data.labels[task.indices], count)
         images = learner.sample(labels, common.sampling_seeds((args.sampling_seed, i, "report"), count))
         if (key := (extractor.name, data.digest, *task.classes)) not in references:
-            references[key] = statistics(extractor.features(data.images[task.indices]))
+            references[key] = with_root(statistics(extractor.features(data.images[task.indices])))
         values = {"FID": frechet_distance(statistics(extractor.features(images)), references[key])}
         if isinstance(extractor, Classifier):
             values["accuracy"] = extractor.accuracy(images, labels)
@@ -432,7 +435,7 @@ def summarise(runs, cache):
 
 
 def method_rank(method):
-    return (PAPER_ORDER.index(method) if method in PAPER_ORDER else len(PAPER_ORDER), method)
+    return (TABLE_ORDER.index(method) if method in TABLE_ORDER else len(TABLE_ORDER), method)
 
 
 def name_variants(records):

@@ -6,7 +6,7 @@
 #   ORDERS="1 2 3 4 5" bash run_all.sh quick     other class orders; the seed is the number of the order
 #
 # JOBS training commands run at once (default: one a core, four at most), THREADS threads each (default: 1).
-# The number of threads changes the last bits of a result, the number of jobs changes nothing.
+# The number of threads changes the last bits of the weights, the number of jobs changes nothing.
 set -euo pipefail
 cd "$(dirname "$0")"
 PYTHON=${PYTHON:-python}
@@ -39,5 +39,5 @@ if [ "$JOBS" -gt 1 ]; then
 else
     while read -r command; do $command </dev/null; done < <("$profile")
 fi
-unset OMP_NUM_THREADS
+unset OMP_NUM_THREADS  # scoring is one process and may use all cores: threads change its samples in the last bits only
 $PYTHON eval_metrics.py runs/digits --out results

@@ -36,7 +36,8 @@ from common import (
 from streams import DATASETS, picture_size, scenario
 
 LOG_EVERY = 10  # steps between two rows of log.csv; a row averages over them, so the device is asked once
-UNHASHED = ("out", "data", "device", "save_every", "dry_run", "order", "seed")  # no influence on, or beside, the hash
+# Flags without influence on the result; order and seed stand in the folder's name.
+UNHASHED = ("out", "data", "device", "save_every", "dry_run", "order", "seed")
 
 
 def training_parser(description):
@@ -61,7 +62,9 @@ def training_parser(description):
     add("--preset", help="network and training sizes (default: the data set's; a folder's by the picture size)")
     length = p.add_mutually_exclusive_group()
     length.add_argument(
-        "--steps", type=whole(1), help="training steps a task; noncl: a task of the pool (default: the preset's)"
+        "--steps",
+        type=whole(1),
+        help="training steps a task; noncl: times images so far / images of the task (default: the preset's)",
     )
     length.add_argument("--epochs", type=whole(1), help="passes over the task's images (default: the preset's)")
     add("--batch_size", type=whole(1), help="images of the current task a step (default: the preset's)")
@@ -294,7 +297,7 @@ class Log:
         self.pending.append((step, values))
 
     def flush(self, images, lr, seconds):
-        """images: trained on since the last flush. Returns the row."""
+        """images: of the task, trained on since the last flush. Returns the row."""
         import torch
 
         names = list(dict.fromkeys(name for _, values in self.pending for name in values))

@@ -14,8 +14,8 @@ import common
 import runfolder
 import streams
 
-# CLoG, table 18. tiny is for the embedded digits; its learning rate is the one at which 300 steps from scratch are
-# enough (accuracy of the first task: 0.72 at 1e-3, 0.93 at 3e-3).
+# CLoG, table 18; the widths by level are those that give the paper's parameter counts. tiny is for the embedded digits:
+# at its learning rate 300 steps from scratch are enough (accuracy of the first task: 0.72 at 1e-3, 0.93 at 3e-3).
 PRESETS = {
     "tiny": dict(size=8, widths=[32, 64], layers=1, groups=8, batch_size=64, replay_size=32, memory_size=20,
                  lr=3e-3, steps=300, epochs=None, ddim_steps=20, val_samples=256, select="last"),
@@ -54,9 +54,11 @@ import eval_metrics  # noqa: E402
 
 
 class Phase(NamedTuple):
+    """One update within a step. Diffusion has a single one; a GAN has G, D and its lazy regulariser (not main)."""
+
     name: str
-    nets: tuple
-    main: bool = True
+    nets: tuple  # names of the networks that it trains
+    main: bool = True  # penalties and projections belong to main phases alone
 
 
 def build_unet(args):
@@ -82,7 +84,8 @@ class DDIM:
     def __init__(self, args, data, device):
         self.args, self.data, self.device = args, data, device
         self.sample_batch = 256  # images at once in `sample`; no image depends on it
-        self.scheduler = DDIMScheduler(num_train_timesteps=1000)  # linear betas, epsilon-prediction, leading spacing
+        # linear betas, epsilon-prediction, leading spacing; the sampler clips its estimate of the image to [-1, 1]
+        self.scheduler = DDIMScheduler(num_train_timesteps=1000)
         self.unet = self.initial(args.seed).to(device)
         if torch.device(device).type == "cuda":
             self.unet.to(memory_format=torch.channels_last)
@@ -241,7 +244,8 @@ def train(args):
             if judge:
                 val_labels = common.proportional_labels(data.labels[indices], args.val_samples)
                 val_seeds = common.sampling_seeds((args.seed, task.number, "selection"), args.val_samples)
-                reference = eval_metrics.statistics(judge.features(data.images[indices]))
+                reference = judge.features(data.images[indices])
+                reference = eval_metrics.with_root(eval_metrics.statistics(reference))
             start, best = 0, None
             cost = {"train": 0.0, "replay": 0.0, "importance": 0.0, "selection": 0.0}
             state = runfolder.resume_state(run, task.number)
@@ -274,7 +278,7 @@ def train(args):
                     optimiser.zero_grad()
                     torch.manual_seed(common.hash32((*key, phase.name)))  # dropout
                     loss = learner.loss(phase, batch)
-                    penalty = method.penalty(phase, batch)
+                    penalty = method.penalty(phase, batch) if phase.main else 0.0
                     (loss + penalty).backward()
                     closed_form = method.after_backward(phase, batch)
                     norm = torch.nn.utils.clip_grad_norm_(weights, 1.0)
@@ -353,7 +357,7 @@ def train(args):
 
 
 def stored(parameters, method, task):
-    """Numbers that the method keeps after `task` tasks, as CLoG's table 12 counts them: networks and state."""
+    """Numbers that a method keeps after `task` tasks, as CLoG's table 12 counts them: networks and state, no labels."""
     networks = task if method.isolated else 1
     state = [v for v in method.state_dict().values() if torch.is_tensor(v) and v.dtype != torch.int64]
     return networks * parameters + sum(v.numel() for v in state)

@@ -1,7 +1,7 @@
 """Ensemble: one network a task, trained from scratch, chosen by the task of the asked class.
 
 Forgets nothing by construction (FR = 0), shares nothing between tasks, and stores T networks.
-Each network starts from the same weights, so task 1 is that of NCL.
+Each network starts from the same weights; with the batches and the noise of the same seed, task 1 is that of NCL.
 
 Paper: CLoG, section 3.2 (3).
 """

@@ -5,9 +5,11 @@
 Chaudhry et al., On Tiny Episodic Memories in Continual Learning, 2019 (arXiv:1902.10486), algorithm 1, with
 reservoir sampling (Vitter, 1985; Riemer et al., 2019). Paper: CLoG, section 3.2 (4).
 
-Deviation from algorithm 1: the memory takes up a task when it ends, in one pass, so no image is replayed beside
-itself and each image of the past is kept with the same probability; replay starts with task 2. The released
-code of the benchmark adds the whole task again at every checkpoint, and replays only behind a second flag.
+Deviations from algorithm 1, which sees each image once in a single pass: a task is trained for many epochs, and the
+memory takes it up when it ends, in one pass, so no image is replayed beside itself and each image of the past is kept
+with the same probability; replay starts with task 2. Replay is smaller than the batch (CLoG, table 18), and where the
+memory is smaller still, an image is drawn again only after all the others. The released code of the benchmark adds
+the whole task again at every new best checkpoint, and replays only behind a second flag.
 """
 
 from common import Reservoir, append

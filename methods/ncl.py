@@ -3,8 +3,12 @@
 This is also the interface of a method: every hook below does nothing, and the other files override a few.
 A training script calls them in this order (see its loop):
 
-    start_task → training_data → [mix → (penalty → backward → after_backward → step → after_step) a phase] a step
-    → end_task → save
+    start_task → training_data
+    each step: mix → for each phase: penalty → backward → after_backward → clipping → optimiser step → after_step
+    end_task → state_dict → save
+
+A resumed run calls load_state_dict with the state of the task before, then start_task, then load_state_dict with the
+state of the step at which it goes on. With `--select best` the state goes back to the best step before end_task.
 
 A method may touch `learner` alone: the networks, their losses, sampling, and `learner.data` (images uint8
 (N, 3, H, W) and labels (N,)). A task has `number` (from 1), `classes` and `indices` (rows of the data). A key is
@@ -50,7 +54,7 @@ class NCL:
         """Once a task, at the weights that are kept: importance, memory."""
 
     def state_dict(self):
-        """All that a resumed run needs: clones of tensors, and numbers."""
+        """All that a resumed run needs: a flat dict of cloned tensors and numbers (all but int64 count as stored)."""
         return {}
 
     def load_state_dict(self, state):

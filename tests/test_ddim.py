@@ -158,7 +158,7 @@ def test_another_seed_or_order_is_another_run(train):
 
 def test_task_1_is_that_of_ncl_and_empty_memory_is_ncl(train):
     ncl = train("a")
-    for method in ("er", "noncl", "ensemble"):
+    for method in METHODS[1:]:
         run = train("a", "--method", method)
         assert same(weights(ncl, 1), weights(run, 1))
         assert not same(weights(ncl, 2), weights(run, 2))

@@ -17,13 +17,13 @@ import train_ddim
 def test_frechet_distance_closed_forms():
     rng = np.random.default_rng(0)
     x = rng.normal(size=(500, 6))
-    reference = em.statistics(x)
-    assert 0 <= em.frechet_distance(reference, reference) < 1e-9
+    reference = em.with_root(em.statistics(x))
+    assert 0 <= em.frechet_distance(em.statistics(x), reference) < 1e-9
     assert em.frechet_distance(em.statistics(x + 3), reference) == pytest.approx(6 * 9)
     doubled = np.square(x.mean(0)).sum() + np.trace(reference[1])  # (2-1)²|μ|² + (2-1)² tr C
     assert em.frechet_distance(em.statistics(2 * x), reference) == pytest.approx(doubled)
-    diagonal = [(np.zeros(3), np.diag(v), np.diag(np.sqrt(v))) for v in ([1.0, 4, 9], [4.0, 4, 1])]
-    assert em.frechet_distance(*diagonal) == pytest.approx((1 - 2) ** 2 + 0 + (3 - 1) ** 2)
+    a, b = ((np.zeros(3), np.diag(v)) for v in ([1.0, 4, 9], [4.0, 4, 1]))
+    assert em.frechet_distance(a, em.with_root(b)) == pytest.approx((1 - 2) ** 2 + 0 + (3 - 1) ** 2)
 
 
 def test_frechet_distance_is_that_of_pytorch_fid():
@@ -32,8 +32,9 @@ def test_frechet_distance_is_that_of_pytorch_fid():
     rng = np.random.default_rng(1)
     mix = rng.normal(size=(20, 20))
     a, b = em.statistics(rng.normal(size=(300, 20))), em.statistics(rng.normal(size=(400, 20)) @ mix + 1)
-    assert em.frechet_distance(a, b) == pytest.approx(calculate_frechet_distance(*a[:2], *b[:2]), rel=1e-6)
-    assert em.frechet_distance(a, b) == pytest.approx(em.frechet_distance(b, a), rel=1e-9)
+    ours = em.frechet_distance(a, em.with_root(b))
+    assert ours == pytest.approx(calculate_frechet_distance(*a, *b), rel=1e-6)
+    assert ours == pytest.approx(em.frechet_distance(b, em.with_root(a)), rel=1e-9)
 
 
 def test_fewer_images_than_dimensions():
@@ -43,7 +44,7 @@ def test_fewer_images_than_dimensions():
     u, v = x - x.mean(0), y - y.mean(0)
     product = np.linalg.svd(u @ v.T, compute_uv=False).sum() / math.sqrt(11 * 8)
     exact = ((x.mean(0) - y.mean(0)) ** 2).sum() + (u**2).sum() / 11 + (v**2).sum() / 8 - 2 * product
-    assert em.frechet_distance(em.statistics(x), em.statistics(y)) == pytest.approx(exact, rel=1e-6)
+    assert em.frechet_distance(em.statistics(x), em.with_root(em.statistics(y))) == pytest.approx(exact, rel=1e-6)
     with pytest.raises(common.UserError, match="at least 2"):
         em.statistics(x[:1])
     with pytest.raises(common.UserError, match="not finite"):  # and never a perfect score
@@ -79,7 +80,7 @@ def test_noise_is_far_and_the_data_are_near(cache):
     data = streams.load_data(streams.scenario("digits:0-3"), 8, cache)
     judge = em.Classifier(data, cache, "cpu")
     noise = np.random.default_rng(0).integers(0, 256, (200, 3, 8, 8), dtype=np.uint8)
-    reference = em.statistics(judge.features(data.images))
+    reference = em.with_root(em.statistics(judge.features(data.images)))
     assert em.frechet_distance(em.statistics(judge.features(noise)), reference) > 30
     assert em.frechet_distance(em.statistics(judge.features(data.images[::2])), reference) < 2
 
@@ -208,7 +209,7 @@ def test_a_cell_is_the_model_after_t_asked_for_the_classes_of_i(train, evaluate,
     learner, judge = train_ddim.DDIM(args, data, "cpu"), em.Classifier(data, cache, "cpu")
     learner.load(run / "task2")
     images = learner.sample([0, 1] * 8, common.sampling_seeds((0, 1, "report"), 16))
-    reference = em.statistics(judge.features(data.images[data.labels < 2]))
+    reference = em.with_root(em.statistics(judge.features(data.images[data.labels < 2])))
     expected = em.frechet_distance(em.statistics(judge.features(images)), reference)
     found = {(r["trained_to"], r["task"]): float(r["value"]) for r in common.read_csv(run / "quality.csv")
              if r["metric"] == "FID"}  # fmt: skip
