@@ -166,14 +166,16 @@ def test_task_1_is_that_of_ncl_and_empty_memory_is_ncl(train):
 
 
 def test_er_replays_the_past_and_remembers_it(train, monkeypatch):
-    rows, loss = [], train_ddim.DDIM.loss
+    batches, loss = [], train_ddim.DDIM.loss
     monkeypatch.setattr(
-        train_ddim.DDIM, "loss", lambda self, phase, batch: rows.append(batch["labels"]) or loss(self, phase, batch)
+        train_ddim.DDIM, "loss", lambda self, phase, batch: batches.append(dict(batch)) or loss(self, phase, batch)
     )
     train("spied", "--method", "er")
-    assert all(len(labels) == 8 for labels in rows[:6])  # nothing is replayed on task 1
-    for labels in rows[6:]:
+    assert all(len(batch["labels"]) == 8 for batch in batches[:6])  # nothing is replayed on task 1
+    for batch in batches[6:]:
+        labels, noise = batch["labels"], batch["noise"]
         assert len(labels) == 8 + 4 and set(labels[:8].tolist()) <= {2, 3} and set(labels[8:].tolist()) <= {0, 1}
+        assert not torch.equal(noise[:4], noise[8:])  # replayed rows have noise of their own
     monkeypatch.undo()
     state = common.load_tensors(train("a", "--method", "er") / "task1" / "method.pt")
     assert state["images"].shape == (5, 3, 8, 8) and set(state["labels"].tolist()) <= {0, 1} and state["seen"] == 360
