@@ -173,9 +173,9 @@ def test_er_replays_the_past_and_remembers_it(train, monkeypatch):
     train("spied", "--method", "er")
     assert all(len(batch["labels"]) == 8 for batch in batches[:6])  # nothing is replayed on task 1
     for batch in batches[6:]:
-        labels, noise = batch["labels"], batch["noise"]
+        labels, times = batch["labels"], batch["timesteps"]
         assert len(labels) == 8 + 4 and set(labels[:8].tolist()) <= {2, 3} and set(labels[8:].tolist()) <= {0, 1}
-        assert not torch.equal(noise[:4], noise[8:])  # replayed rows have noise of their own
+        assert not torch.equal(times[:4], times[8:])  # replayed rows have randomness of their own
     monkeypatch.undo()
     state = common.load_tensors(train("a", "--method", "er") / "task1" / "method.pt")
     assert state["images"].shape == (5, 3, 8, 8) and set(state["labels"].tolist()) <= {0, 1} and state["seen"] == 360
