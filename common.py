@@ -1,6 +1,6 @@
 """What everything here shares: errors, random numbers, atomic files, batches, the reservoir.
 
-Sections: errors · flags · randomness · files · batches · reservoir · hardware · showing.
+Sections: errors · flags · randomness · files · batches · reservoir · importance · hardware · showing.
 
 PyTorch is imported inside the functions that need it: `--help`, a typing error and a finished run are
 answered before it is loaded.
@@ -107,6 +107,14 @@ def positive(text):
     value = float(text)
     if not 0 < value < float("inf"):
         raise argparse.ArgumentTypeError(f"{value} must be above 0 and finite")
+    return value
+
+
+def non_negative(text):
+    """argparse type: a finite float of at least 0."""
+    value = float(text)
+    if not 0 <= value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{value} must be at least 0 and finite")
     return value
 
 
@@ -355,6 +363,72 @@ class Reservoir:
 
     def load_state_dict(self, state):
         self.images, self.labels, self.seen = state["images"].numpy(), state["labels"].numpy(), state["seen"]
+
+
+# --------------------------------------------------------------------------------------------- importance
+
+
+def importance(learner, task, count, seed, objective, add):
+    """Importance of each parameter, a mean over single images of the task → {name: tensor like the parameter}.
+
+    learner, task: as a method gets them. count: images at most, drawn without repetition.
+    objective(phase, batch): scalar of a batch of one image, differentiated in eval mode for each main phase.
+    add(total, gradient): adds what one gradient contributes to its running total, in place.
+    """
+    import torch
+
+    images, labels = learner.data.images, learner.data.labels
+    pick = numpy_rng((seed, task.number, "importance")).permutation(task.indices)[:count]
+    phases = [phase for phase in learner.phases(0) if phase.main]
+    totals = {n: torch.zeros_like(p) for phase in phases for n, p in learner.params(phase).items()}
+    training = {name: net.training for name, net in learner.nets.items()}
+    for net in learner.nets.values():
+        net.eval()
+    for k, index in enumerate(tqdm(pick, f"importance of task {task.number}", unit="img", disable=None, leave=False)):
+        key = (seed, task.number, k, "importance")
+        batch = learner.draw(images[index : index + 1], labels[index : index + 1], key)
+        for phase in phases:
+            torch.manual_seed(hash32((*key, phase.name)))
+            params = learner.params(phase)
+            gradients = torch.autograd.grad(objective(phase, batch), list(params.values()), allow_unused=True)
+            for name, gradient in zip(params, gradients, strict=True):
+                if gradient is not None:
+                    add(totals[name], gradient)
+    for name, net in learner.nets.items():
+        net.train(training[name])
+    return {name: total.div_(len(pick)) for name, total in totals.items()}
+
+
+def quadratic_penalty(params, anchor, importance, strength):
+    """strength · Σ Ω (θ − θ*)²: adds its gradient 2 · strength · Ω (θ − θ*) to `.grad` and returns its value.
+
+    params, anchor, importance: {name: tensor}, Ω ≥ 0 and broadcast over θ. Parameters without a gradient are skipped.
+    """
+    import torch
+
+    terms = [(p.detach(), p.grad, anchor[n], importance[n]) for n, p in params.items() if p.grad is not None]
+    # A GPU prefers one launch for all tensors. On a CPU one tensor at a time stays in the cache: 0.4 of the time.
+    together = len(terms) if terms[0][0].is_cuda else 1
+    values = []
+    for k in range(0, len(terms), together):
+        theta, gradient, start, omega = map(list, zip(*terms[k : k + together], strict=True))
+        difference = torch._foreach_sub(theta, start)
+        weighted = torch._foreach_mul(difference, omega)
+        torch._foreach_add_(gradient, weighted, alpha=2 * strength)
+        torch._foreach_mul_(weighted, difference)
+        values += torch._foreach_norm(weighted, 1)  # of what is not negative: the sum
+    return strength * torch.stack(values).sum()
+
+
+def with_prefix(prefix, tensors):
+    """{name: tensor} → {"prefix/name": clone}, for a flat state."""
+    return {f"{prefix}/{name}": tensor.clone() for name, tensor in tensors.items()}
+
+
+def without_prefix(prefix, state, device):
+    """The tensors of a state that were stored `with_prefix`."""
+    start = len(prefix) + 1
+    return {k[start:]: v.to(device, copy=True) for k, v in state.items() if k.startswith(prefix + "/")}
 
 
 # ----------------------------------------------------------------------------------------------- hardware

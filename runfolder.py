@@ -192,7 +192,7 @@ def describe(args, script, data, tasks, device):
     """What made a run what it is, for its config.json; the script adds what it alone knows."""
     import torch
 
-    packages = ("torch", "diffusers", "numpy", "safetensors", "scikit-learn", "pillow")
+    packages = ("torch", "diffusers", "numpy", "safetensors", "peft", "scikit-learn", "pillow")
     return {
         "flags": vars(args),
         "command": shlex.join(["python", Path(script).name, *sys.argv[1:]]),

@@ -124,6 +124,14 @@ class DDIM:
         batch["out"] = self.outputs(phase, batch)
         return torch.nn.functional.mse_loss(batch["out"], batch["noise"])
 
+    def nll(self, phase, batch):
+        """Negative log-likelihood of the noise, ½ Σ (ε − ε̂)² over the D numbers of one image, divided by √D.
+
+        So the Fisher information, which is the mean of its squared gradient, is that of the likelihood divided by D
+        and does not grow with the resolution.
+        """
+        return 0.5 * batch["noise"][0].numel() ** 0.5 * self.loss(phase, batch)
+
     def predict(self, noisy, timesteps, labels):
         """The noise in noisy images (N, 3, H, W), float32; `timesteps` one for all, or (N,)."""
         with torch.autocast(noisy.device.type, torch.bfloat16, enabled=self.args.precision == "bf16"):
@@ -144,7 +152,8 @@ class DDIM:
             raise ValueError(f"class {wrong[0]} is not one of the {self.args.classes} classes of this network")
         training = self.unet.training
         self.unet.eval()
-        shape, images = (3, self.args.size, self.args.size), []
+        shape = (3, self.args.size, self.args.size)
+        images = [torch.zeros(0, *shape, dtype=torch.uint8)]
         for start in range(0, len(seeds), self.sample_batch):
             some = slice(start, start + self.sample_batch)
             x = common.sampling_noise(seeds[some], shape).to(self.device)
@@ -230,13 +239,14 @@ def train(args):
         runfolder.write_or_check_config(run, config, args, script)
         done = runfolder.finished_tasks(run, len(tasks))
         if done:
-            learner.load(run / f"task{done}")
+            method.load(run, done, done)
             method.load_state_dict(common.load_tensors(run / f"task{done}" / "method.pt"))
 
         for task in tasks[done:]:
             # ---- set up the task
-            method.start_task(task)
-            indices = method.training_data(task, tasks[: task.number - 1])
+            past = tasks[: task.number - 1]
+            method.start_task(task, past)
+            indices = method.training_data(task, past)
             own_steps = args.steps or math.ceil(args.epochs * len(task.indices) / args.batch_size)
             steps = round(own_steps * len(indices) / len(task.indices))  # Non-CL: as the pool grows
             params = {phase.name: learner.params(phase) for phase in learner.phases(0)}
@@ -280,15 +290,14 @@ def train(args):
                     loss = learner.loss(phase, batch)
                     penalty = method.penalty(phase, batch) if phase.main else 0.0
                     (loss + penalty).backward()
-                    closed_form = method.after_backward(phase, batch)
+                    columns = method.after_backward(phase, batch) or {}
                     norm = torch.nn.utils.clip_grad_norm_(weights, 1.0)
                     for group in optimiser.param_groups:
                         group["lr"] = lr
                     optimiser.step()
                     method.after_step(phase)
                     record[f"loss_{phase.name}"] = loss.detach()
-                    record["penalty"] = penalty if closed_form is None else penalty + closed_form
-                    record["gradient_norm"], record["clipped"] = norm, norm > 1.0
+                    record |= {"penalty": penalty, "gradient_norm": norm, "clipped": norm > 1.0, **columns}
                 log.add(step, record)
                 bar.update(args.batch_size)
                 seen += args.batch_size
@@ -339,7 +348,7 @@ def train(args):
                 "seconds": cost | {"train": cost["train"] - cost["replay"]},
                 "peak_memory_bytes": common.peak_memory(device),
                 "parameters_trained": sum(p.numel() for p in params["main"].values()),
-                "parameters_stored": stored(parameters, method, task.number),
+                "parameters_stored": method.stored(parameters, task.number),
             }
             with common.new_folder(run / f"task{task.number}") as folder:
                 method.save(folder)
@@ -354,13 +363,6 @@ def train(args):
             )
         runfolder.finish(run)
     print(f"{run} is finished")
-
-
-def stored(parameters, method, task):
-    """Numbers that a method keeps after `task` tasks, as CLoG's table 12 counts them: networks and state, no labels."""
-    networks = task if method.isolated else 1
-    state = [v for v in method.state_dict().values() if torch.is_tensor(v) and v.dtype != torch.int64]
-    return networks * parameters + sum(v.numel() for v in state)
 
 
 if __name__ == "__main__":

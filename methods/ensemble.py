@@ -12,8 +12,11 @@ from methods.ncl import NCL
 class Ensemble(NCL):
     isolated = True
 
-    def start_task(self, task):
+    def start_task(self, task, past):
         self.learner.fresh(self.args.seed)
+
+    def stored(self, parameters, task):
+        return task * parameters
 
     def load(self, run, trained_to, task):
         self.learner.load(run / f"task{task}")

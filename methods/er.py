@@ -28,6 +28,9 @@ class ER(NCL):
     def end_task(self, task):
         self.memory.add(task.indices, (self.args.seed, task.number, "reservoir"))
 
+    def stored(self, parameters, task):
+        return parameters + self.memory.images.size
+
     def state_dict(self):
         return self.memory.state_dict()
 

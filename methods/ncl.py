@@ -12,14 +12,13 @@ state of the step at which it goes on. With `--select best` the state goes back 
 
 A method may touch `learner` alone: the networks, their losses, sampling, and `learner.data` (images uint8
 (N, 3, H, W) and labels (N,)). A task has `number` (from 1), `classes` and `indices` (rows of the data). A key is
-a tuple (seed, task, step): add a purpose of your own and hand it to what draws random numbers.
+a tuple (seed, task, step): add a purpose of your own and hand it to what draws random numbers. Where a file needs
+torch itself, it imports it in the hook: --help and a finished run are answered before it is loaded.
 """
-
-from typing import ClassVar
 
 
 class NCL:
-    search: ClassVar = {}  # flag -> the values worth trying when the method is tuned
+    search = {}  # flag -> the values worth trying when the method is tuned
     isolated = False  # True: task i is always sampled from task i's own weights
 
     @staticmethod
@@ -29,11 +28,14 @@ class NCL:
     def __init__(self, args, learner):
         self.args, self.learner = args, learner
 
-    def start_task(self, task):
-        """Before the optimisers are built, and again on a resume: teacher, adapters, fresh weights."""
+    def start_task(self, task, past):
+        """Before the optimisers are built, and again on a resume: teacher, anchor, adapter, fresh weights.
+
+        The weights are those that were kept of the task before; `past` is the list of the earlier tasks.
+        """
 
     def training_data(self, task, past):
-        """Index array of the images to train on; `past` holds the earlier tasks."""
+        """Index array of the images to train on."""
         return task.indices
 
     def mix(self, batch, key):
@@ -45,7 +47,10 @@ class NCL:
         return 0.0
 
     def after_backward(self, phase, batch):
-        """`.grad` holds the gradient: read or change it. A penalty added in closed form returns its value."""
+        """`.grad` holds the gradient: read or change it. Returns {column: value} for the log, on every step or never.
+
+        A penalty whose gradient is added here in closed form is logged as "penalty".
+        """
 
     def after_step(self, phase):
         """The optimiser has moved the weights."""
@@ -54,11 +59,18 @@ class NCL:
         """Once a task, at the weights that are kept: importance, memory."""
 
     def state_dict(self):
-        """All that a resumed run needs: a flat dict of cloned tensors and numbers (all but int64 count as stored)."""
+        """All that a resumed run needs beside the weights: a flat dict of cloned tensors and numbers."""
         return {}
 
     def load_state_dict(self, state):
         pass
+
+    def stored(self, parameters, task):
+        """How many numbers are kept between tasks, after `task` of them, by a network of so many parameters.
+
+        Counted as in CLoG, table 12: weights and their copies, importance, images; no optimiser, no labels.
+        """
+        return parameters
 
     def save(self, folder):
         self.learner.save(folder)

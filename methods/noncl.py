@@ -14,7 +14,7 @@ from methods.ncl import NCL
 
 
 class NonCL(NCL):
-    def start_task(self, task):
+    def start_task(self, task, past):
         self.learner.fresh(self.args.seed)
 
     def training_data(self, task, past):

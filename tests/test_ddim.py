@@ -19,7 +19,7 @@ import runfolder
 import streams
 import train_ddim
 
-METHODS = ["ncl", "noncl", "ensemble", "er"]
+METHODS = ["ncl", "noncl", "ensemble", "er", "gr", "kd", "l2", "ewc", "si", "mas", "agem", "clora"]
 
 
 def weights(run, task):
