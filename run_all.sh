@@ -2,6 +2,8 @@
 # The benchmark as a list of commands. What is done already is skipped, so it can be stopped and started again.
 #
 #   bash run_all.sh                  the quick benchmark on scikit-learn's digits, then its evaluation
+#   bash run_all.sh digits_ddim      all twelve methods on the digits
+#   bash run_all.sh strengths        two tasks of digits, each penalty over the eight strengths of its `search`
 #   bash run_all.sh --list quick     print the training commands of a profile, one a line, and run nothing
 #   ORDERS="1 2 3 4 5" bash run_all.sh quick     other class orders; the seed is the number of the order
 #
@@ -20,12 +22,31 @@ quick() {  # the longest first
     done
 }
 
+digits_ddim() {
+    for order in $ORDERS; do
+        for method in gr noncl er agem kd ewc mas si l2 ensemble clora ncl; do
+            echo "$PYTHON train_ddim.py --dataset digits --method $method --order $order --seed $order"
+        done
+    done
+}
+
+strengths() {
+    train="$PYTHON train_ddim.py --dataset digits:0-3 --tasks 2 --out runs/strengths"
+    echo "$train --method ncl"
+    $PYTHON -c "
+from runfolder import method_class
+for method in ('kd', 'l2', 'ewc', 'si', 'mas'):
+    for value in method_class(method).search[f'{method}_weight']:
+        print(f'$train --method {method} --{method}_weight {value}')"
+}
+
 list=""
 if [ "${1:-}" = --list ]; then list=yes; shift; fi
 profile=${1:-quick}
 case $profile in
-    quick) ;;
-    *) echo "error: unknown profile '$profile': choose quick" >&2; exit 2 ;;
+    quick | digits_ddim) runs=runs/digits results=results ;;
+    strengths) runs=runs/strengths results=results/strengths ;;
+    *) echo "error: unknown profile '$profile': choose quick, digits_ddim or strengths" >&2; exit 2 ;;
 esac
 if [ -n "$list" ]; then "$profile"; exit; fi
 
@@ -40,4 +61,5 @@ else
     while read -r command; do $command </dev/null; done < <("$profile")
 fi
 unset OMP_NUM_THREADS  # scoring is one process and may use all cores: threads change its samples in the last bits only
-$PYTHON eval_metrics.py runs/digits --out results
+$PYTHON eval_metrics.py "$runs" --out "$results"
+[ "$profile" != strengths ] || $PYTHON docs/strengths.py "$runs" --out "$results/strengths.png"

@@ -76,6 +76,11 @@ def training_parser(description):
         default="fp32",
         help="arithmetic of the network; weights and losses stay fp32 (default: fp32)",
     )
+    add(
+        "--compile",
+        action="store_true",
+        help="compile the networks with torch.compile; the first steps take minutes (default: no)",
+    )
     add("--out", default="runs", help="folder of the run folders (default: runs)")
     add("--data", default="data", help="folder of data sets and caches (default: data)")
     add(

@@ -90,6 +90,8 @@ class DDIM:
         if torch.device(device).type == "cuda":
             self.unet.to(memory_format=torch.channels_last)
             torch.set_float32_matmul_precision("high")  # TF32
+        if args.compile:
+            self.unet.compile()  # in place: the names of the parameters stay
 
     @property
     def nets(self):
@@ -174,6 +176,8 @@ class DDIM:
         """A teacher: the same weights now, eval mode, no gradients."""
         teacher = copy.copy(self)
         teacher.unet = copy.deepcopy(self.unet).eval().requires_grad_(False)
+        if self.args.compile:
+            teacher.unet.compile()
         return teacher
 
     def class_rows(self):

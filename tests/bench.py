@@ -2,9 +2,12 @@
 
     python tests/bench.py                       preset S, batch 8, fp32, on the CPU
     python tests/bench.py --precision bf16      the same in bf16, also against fp32
+    python tests/bench.py --methods             a step of each method in its second task beside one of ncl
 
 The plain loop is what one would write without a benchmark: the same U-Net, scheduler, batch, precision, optimiser
 and clipping, and nothing else. Ours also draws its randomness from keys, asks the method's hooks, and logs.
+With --methods each replays a quarter of the batch, as preset S does, and the last lines compare the importance of
+EWC and MAS with an epoch of ncl over the same images.
 """
 
 import argparse
@@ -18,8 +21,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 
+import common
+import runfolder
 import streams
 import train_ddim
+
+# name → flags beyond those of all
+VARIANTS = {"ncl": "", "l2": "", "ewc": "", "si": "", "mas": "", "kd": "", "kd, past labels": "--kd_labels past",
+            "er": "", "agem": "", "clora": "", "gr": ""}  # fmt: skip
 
 
 def plain_loop(args, data, precision):
@@ -41,6 +50,73 @@ def plain_loop(args, data, precision):
         torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0)
         optimiser.step()
         yield
+
+
+def method_steps(name, flags, data):
+    """Prepares a method for its second task → (method, tasks, a generator that trains a step each time it is asked)."""
+    args = train_ddim.parse_args(["--method", name, *flags])
+    learner = train_ddim.DDIM(args, data, args.device)
+    method = runfolder.method_class(name)(args, learner)
+    tasks = streams.split(data, list(range(args.classes)), args.tasks)
+
+    def steps():
+        method.start_task(tasks[0], [])
+        method.end_task(tasks[0])
+        method.start_task(tasks[1], tasks[:1])
+        (phase,) = learner.phases(0)
+        weights = learner.params(phase).values()
+        optimiser = torch.optim.Adam(weights, args.lr, fused=True)
+        step = 0
+        while True:  # the body of the loop in train_ddim.py
+            key = (args.seed, 2, step)
+            learner.unet.train()
+            pick = tasks[1].indices[common.batch_positions(len(tasks[1].indices), step, args.batch_size, 1, 2)]
+            batch = method.mix(learner.draw(data.images[pick], data.labels[pick], key), key)
+            optimiser.zero_grad()
+            torch.manual_seed(common.hash32((*key, phase.name)))
+            loss = learner.loss(phase, batch) + method.penalty(phase, batch)
+            loss.backward()
+            method.after_backward(phase, batch)
+            torch.nn.utils.clip_grad_norm_(weights, 1.0)
+            optimiser.step()
+            method.after_step(phase)
+            step += 1
+            yield
+
+    return method, tasks, steps()
+
+
+def measure_methods(bench, folder):
+    """Prints the table of --methods."""
+    common_flags = ["--preset", bench.preset, "--batch_size", str(bench.batch_size), "--replay_size",
+                    str(max(1, bench.batch_size // 4)), "--memory_size", "20", "--device", bench.device, "--precision",
+                    bench.precision]  # fmt: skip
+    args = train_ddim.parse_args(common_flags)
+    data = streams.load_data(streams.scenario(args.dataset), args.size, folder)
+
+    def timed(work, *arguments):
+        started = time.perf_counter()
+        work(*arguments)
+        if bench.device == "cuda":
+            torch.cuda.synchronize()
+        return time.perf_counter() - started
+
+    reference = method_steps("ncl", common_flags, data)[2]
+    for variant, more in VARIANTS.items():  # each takes turns with ncl, so a drift of the machine does not matter
+        name = variant.split(",")[0]
+        short = ["--importance_samples", "2"] if name in ("ewc", "mas") else []
+        method, tasks, steps = method_steps(name, [*common_flags, *more.split(), *short], data)
+        rounds = 4 if name == "gr" else bench.rounds
+        times = [(timed(next, reference), timed(next, steps)) for _ in range(rounds + 2)][2:]
+        base, own = (statistics.median(column) for column in zip(*times, strict=True))
+        print(f"{variant:16} {1000 * own:8.1f} ms a step   {own / base:.3f} of ncl", flush=True)
+        if short:
+            images = 8 * bench.batch_size
+            task = streams.Task(1, [], tasks[0].indices[:images])
+            method.args.importance_samples = images
+            epoch = [timed(next, reference) for _ in range(8)]
+            cost = timed(method.end_task, task)
+            print(f"{'':16} importance of {images} images: {cost / sum(epoch):.2f} of an epoch of ncl", flush=True)
 
 
 class Enough(Exception):
@@ -92,7 +168,11 @@ def main():
     p.add_argument("--precision", choices=("fp32", "bf16"), default="fp32", help="(default: fp32)")
     p.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="(default: cpu)")
     p.add_argument("--rounds", type=int, default=20, help="timed steps of each loop (default: 20)")
+    p.add_argument("--methods", action="store_true", help="compare the methods with ncl (default: no)")
     bench = p.parse_args()
+    if bench.methods:
+        with tempfile.TemporaryDirectory() as folder:
+            return measure_methods(bench, folder)
     with tempfile.TemporaryDirectory() as folder:
         times = measure(bench, folder)
     print(f"preset {bench.preset}, batch {bench.batch_size}, {bench.device}, {torch.get_num_threads()} threads")

@@ -4,6 +4,8 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 import runfolder
 import train_ddim
@@ -11,6 +13,16 @@ import train_ddim
 ROOT = Path(__file__).resolve().parent.parent
 SMALL = ["--dataset", "digits:0-3", "--tasks", "2", "--steps", "6", "--batch_size", "8", "--replay_size", "4",
          "--memory_size", "5", "--ddim_steps", "2", "--eval_every", "2", "--val_samples", "8"]  # fmt: skip
+
+
+def weights(run, task):
+    """{name: tensor} of all that a task folder holds: the network, or an adapter with its class rows."""
+    files = sorted((run / f"task{task}").rglob("*.safetensors"))
+    return {name: tensor for file in files for name, tensor in load_file(file).items()}
+
+
+def same(a, b):
+    return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
 
 
 class Stop(Exception):
@@ -28,6 +40,8 @@ def train(tmp_path, cache):
     """train(out, *flags): a small run of two tasks in this process → its run folder."""
 
     def run(out, *flags):
+        if {"ewc", "mas"} & {*flags}:
+            flags += ("--importance_samples", "4")
         args = train_ddim.parse_args([*SMALL, "--out", str(tmp_path / out), "--data", str(cache), *flags])
         folder = runfolder.run_folder(args, "ddim")
         if not (folder / "DONE").exists():

@@ -1,8 +1,10 @@
 """What the README says can be pasted: each of its commands, its example of a method, run_all.sh."""
 
+import os
 import re
 import shlex
 import subprocess
+import sys
 
 from conftest import ROOT, SMALL
 
@@ -89,5 +91,13 @@ def test_run_all_lists_its_commands(tmp_path):
     assert all(line.startswith("python train_ddim.py") and "--order 1 --seed 1" in line for line in lines)
     for line in lines:
         train_ddim.parse_args(shlex.split(line)[2:])
+    count = {"digits_ddim": 12, "strengths": 41}
+    for profile, number in count.items():
+        listed = subprocess.run(["bash", str(ROOT / "run_all.sh"), "--list", profile], capture_output=True, text=True,
+                                env={**os.environ, "PYTHON": sys.executable})  # fmt: skip
+        lines = listed.stdout.splitlines()
+        assert len(lines) == len(set(lines)) == number, listed.stderr
+        for line in lines:
+            train_ddim.parse_args(shlex.split(line)[2:])
     wrong = subprocess.run(["bash", str(ROOT / "run_all.sh"), "nonsense"], capture_output=True, text=True)
     assert wrong.returncode == 2 and wrong.stderr.startswith("error: unknown profile") and not wrong.stdout
