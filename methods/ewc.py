@@ -19,11 +19,11 @@ from methods.ncl import NCL
 
 
 class EWC(NCL):
-    search = {"ewc_weight": [1e-3, 1e-2, 0.1, 1.0, 10.0, 100.0, 1e3, 1e4]}
+    search = {"ewc_weight": [0.1, 1.0, 10.0, 100.0, 1e3, 1e4, 1e5, 1e6]}
 
     @staticmethod
     def add_args(parser):
-        parser.add_argument("--ewc_weight", type=non_negative, default=1.0, help="strength λ (default: 1)")
+        parser.add_argument("--ewc_weight", type=non_negative, default=1e4, help="strength λ (default: 10000)")
         parser.add_argument("--importance_samples", type=whole(1), default=1000, help="images of a task that its "
                             "Fisher information is measured on, at most (default: 1000)")  # fmt: skip
 

@@ -17,11 +17,11 @@ from methods.ncl import NCL
 
 
 class L2(NCL):
-    search = {"l2_weight": [1e-3, 1e-2, 0.1, 1.0, 10.0, 100.0, 1e3, 1e4]}
+    search = {"l2_weight": [1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 0.1, 1.0, 10.0]}
 
     @staticmethod
     def add_args(parser):
-        parser.add_argument("--l2_weight", type=non_negative, default=1.0, help="strength λ (default: 1)")
+        parser.add_argument("--l2_weight", type=non_negative, default=1e-3, help="strength λ (default: 0.001)")
 
     def start_task(self, task, past):
         self.anchor, self.importance = {}, {}

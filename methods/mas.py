@@ -22,7 +22,7 @@ class MAS(NCL):
 
     @staticmethod
     def add_args(parser):
-        parser.add_argument("--mas_weight", type=non_negative, default=1.0, help="strength λ (default: 1)")
+        parser.add_argument("--mas_weight", type=non_negative, default=10.0, help="strength λ (default: 10)")
         parser.add_argument("--importance_samples", type=whole(1), default=1000, help="images of a task that the "
                             "importance is measured on, at most (default: 1000)")  # fmt: skip
 

@@ -20,9 +20,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
+from gpu_check import medians, prepared, seconds, training_steps
 
-import common
-import runfolder
 import streams
 import train_ddim
 
@@ -52,71 +51,30 @@ def plain_loop(args, data, precision):
         yield
 
 
-def method_steps(name, flags, data):
-    """Prepares a method for its second task → (method, tasks, a generator that trains a step each time it is asked)."""
-    args = train_ddim.parse_args(["--method", name, *flags])
-    learner = train_ddim.DDIM(args, data, args.device)
-    method = runfolder.method_class(name)(args, learner)
-    tasks = streams.split(data, list(range(args.classes)), args.tasks)
-
-    def steps():
-        method.start_task(tasks[0], [])
-        method.end_task(tasks[0])
-        method.start_task(tasks[1], tasks[:1])
-        (phase,) = learner.phases(0)
-        weights = learner.params(phase).values()
-        optimiser = torch.optim.Adam(weights, args.lr, fused=True)
-        step = 0
-        while True:  # the body of the loop in train_ddim.py
-            key = (args.seed, 2, step)
-            learner.unet.train()
-            pick = tasks[1].indices[common.batch_positions(len(tasks[1].indices), step, args.batch_size, 1, 2)]
-            batch = method.mix(learner.draw(data.images[pick], data.labels[pick], key), key)
-            optimiser.zero_grad()
-            torch.manual_seed(common.hash32((*key, phase.name)))
-            loss = learner.loss(phase, batch) + method.penalty(phase, batch)
-            loss.backward()
-            method.after_backward(phase, batch)
-            torch.nn.utils.clip_grad_norm_(weights, 1.0)
-            optimiser.step()
-            method.after_step(phase)
-            step += 1
-            yield
-
-    return method, tasks, steps()
-
-
 def measure_methods(bench, folder):
     """Prints the table of --methods."""
-    common_flags = ["--preset", bench.preset, "--batch_size", str(bench.batch_size), "--replay_size",
-                    str(max(1, bench.batch_size // 4)), "--memory_size", "20", "--device", bench.device, "--precision",
-                    bench.precision]  # fmt: skip
-    args = train_ddim.parse_args(common_flags)
-    data = streams.load_data(streams.scenario(args.dataset), args.size, folder)
+    flags = ["--batch_size", str(bench.batch_size), "--replay_size", str(max(1, bench.batch_size // 4)),
+             "--memory_size", "20", "--precision", bench.precision, "--data", folder]  # fmt: skip
+    options = argparse.Namespace(device=bench.device, images=2)
 
-    def timed(work, *arguments):
-        started = time.perf_counter()
-        work(*arguments)
-        if bench.device == "cuda":
-            torch.cuda.synchronize()
-        return time.perf_counter() - started
+    def second_task(name, *more):
+        method, tasks = prepared(options, bench.preset, name, *flags, *more)
+        method.end_task(tasks[0])
+        method.start_task(tasks[1], tasks[:1])
+        return method, tasks[0], training_steps(method, tasks[1], tasks[:1])
 
-    reference = method_steps("ncl", common_flags, data)[2]
+    reference = second_task("ncl")[2]
     for variant, more in VARIANTS.items():  # each takes turns with ncl, so a drift of the machine does not matter
         name = variant.split(",")[0]
-        short = ["--importance_samples", "2"] if name in ("ewc", "mas") else []
-        method, tasks, steps = method_steps(name, [*common_flags, *more.split(), *short], data)
-        rounds = 4 if name == "gr" else bench.rounds
-        times = [(timed(next, reference), timed(next, steps)) for _ in range(rounds + 2)][2:]
-        base, own = (statistics.median(column) for column in zip(*times, strict=True))
+        method, task, steps = second_task(name, *more.split())
+        base, own = medians([lambda: next(reference), lambda s=steps: next(s)], 4 if name == "gr" else bench.rounds,
+                            bench.device)  # fmt: skip
         print(f"{variant:16} {1000 * own:8.1f} ms a step   {own / base:.3f} of ncl", flush=True)
-        if short:
-            images = 8 * bench.batch_size
-            task = streams.Task(1, [], tasks[0].indices[:images])
-            method.args.importance_samples = images
-            epoch = [timed(next, reference) for _ in range(8)]
-            cost = timed(method.end_task, task)
-            print(f"{'':16} importance of {images} images: {cost / sum(epoch):.2f} of an epoch of ncl", flush=True)
+        if name in ("ewc", "mas"):
+            method.args.importance_samples = images = 8 * bench.batch_size
+            epoch = sum(seconds(lambda: next(reference), bench.device) for _ in range(8))
+            cost = seconds(lambda m=method, t=task: m.end_task(t), bench.device)
+            print(f"{'':16} importance of {images} images: {cost / epoch:.2f} of an epoch of ncl", flush=True)
 
 
 class Enough(Exception):
