@@ -48,6 +48,7 @@ def train(tmp_path, cache):
             train_ddim.train(args)
         return folder
 
+    run.cache = cache
     return run
 
 

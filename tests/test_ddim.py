@@ -325,7 +325,9 @@ def test_stopped_anywhere_and_resumed_is_unbroken(train, monkeypatch, tmp_path, 
     flags = ["--method", method, "--select", select, "--save_every", "2"]
     unbroken = train("unbroken", *flags)
     loss, save, grid = (train_ddim.DDIM, "loss"), (common, "save_tensors"), (common, "picture_grid")
-    cases = [(loss, n) for n in (1, 2, 4, 6, 7, 9, 11)] + [(save, 1), (save, 3), (save, 4), (grid, 1), (grid, 2)]
+    cases = [(loss, 4), (loss, 9), (save, 3), (grid, 1), (grid, 2)]  # grid: after end_task, before its state is kept
+    if method in ("ncl", "er"):
+        cases += [(loss, n) for n in (1, 2, 6, 7, 11)] + [(save, 1), (save, 4)]
     for where, nth in cases:
         run = stopped(train, monkeypatch, where, nth, *flags)
         assert_same_run(unbroken, run)

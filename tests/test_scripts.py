@@ -83,6 +83,30 @@ def test_train_then_again_then_evaluate(script, tmp_path):
     assert "common.py changed since" in script("train_ddim.py", *SMALL, "--method", "er").stdout
 
 
+def test_gpu_check_ends_on_a_cpu(tmp_path):
+    """All but the compiled networks, which take minutes."""
+    code = "import gpu_check; gpu_check.LIMIT = 0; gpu_check.main()"
+    flags = ["--device", "cpu", "--tiny"]
+    shown = subprocess.run([sys.executable, "-c", code, *flags], capture_output=True, text=True, cwd=tmp_path,
+                           env={**os.environ, "PYTHONPATH": str(ROOT / "tests")})  # fmt: skip
+    assert shown.returncode == 0, shown.stderr
+    rows = [line.split(" | ")[0].strip("| ") for line in shown.stdout.splitlines() if line.startswith("| tiny")]
+    assert {"tiny, gradient, cpu against cpu", "tiny, er, stopped and resumed against unbroken", "tiny, gr, step"} <= {
+        *rows
+    }
+    assert "FAIL" not in shown.stdout and shown.stdout.count("left out") == 2
+
+
+def test_strengths_figure(train, script, tmp_path):
+    for method in ("ncl", "kd", "l2", "ewc", "si", "mas"):
+        train("runs", "--method", method)
+    script("eval_metrics.py", "runs", "--num_samples", "4", "--out", "results", "--data", train.cache)
+    figure = script("docs/strengths.py", "runs", "--out", "strengths.png")
+    assert figure.returncode == 0 and figure.stdout.count("best AFQ") == 5 and (tmp_path / "strengths.png").exists()
+    nothing = script("docs/strengths.py", tmp_path / "results")
+    assert nothing.returncode == 2 and nothing.stderr.count("\n") == 1 and "run_all.sh strengths" in nothing.stderr
+
+
 def test_run_all_lists_its_commands(tmp_path):
     listed = subprocess.run(["bash", str(ROOT / "run_all.sh"), "--list"], capture_output=True, text=True, cwd=tmp_path)
     lines = listed.stdout.splitlines()
