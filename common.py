@@ -368,6 +368,11 @@ class Reservoir:
 # --------------------------------------------------------------------------------------------- importance
 
 
+def parameters(learner):
+    """{name: parameter} of all that the learner trains."""
+    return {name: p for phase in learner.phases(0) for name, p in learner.params(phase).items()}
+
+
 def importance(learner, task, count, seed, objective, add):
     """Importance of each parameter, a mean over single images of the task → {name: tensor like the parameter}.
 
@@ -380,7 +385,7 @@ def importance(learner, task, count, seed, objective, add):
     images, labels = learner.data.images, learner.data.labels
     pick = numpy_rng((seed, task.number, "importance")).permutation(task.indices)[:count]
     phases = [phase for phase in learner.phases(0) if phase.main]
-    totals = {n: torch.zeros_like(p) for phase in phases for n, p in learner.params(phase).items()}
+    totals = {name: torch.zeros_like(p) for name, p in parameters(learner).items()}
     training = {name: net.training for name, net in learner.nets.items()}
     for net in learner.nets.values():
         net.eval()
@@ -408,7 +413,7 @@ def quadratic_penalty(params, anchor, importance, strength):
 
     terms = [(p.detach(), p.grad, anchor[n], importance[n]) for n, p in params.items() if p.grad is not None]
     # A GPU prefers one launch for all tensors. On a CPU one tensor at a time stays in the cache: 0.4 of the time.
-    together = len(terms) if terms[0][0].is_cuda else 1
+    together = len(terms) if terms and terms[0][0].is_cuda else 1
     values = []
     for k in range(0, len(terms), together):
         theta, gradient, start, omega = map(list, zip(*terms[k : k + together], strict=True))
@@ -417,7 +422,7 @@ def quadratic_penalty(params, anchor, importance, strength):
         torch._foreach_add_(gradient, weighted, alpha=2 * strength)
         torch._foreach_mul_(weighted, difference)
         values += torch._foreach_norm(weighted, 1)  # of what is not negative: the sum
-    return strength * torch.stack(values).sum()
+    return strength * torch.stack(values).sum() if values else 0.0
 
 
 def with_prefix(prefix, tensors):

@@ -11,14 +11,16 @@ Smith et al., Continual Diffusion: Continual Customization of Text-to-Image Diff
 Paper: CLoG, section 3.2 (12).
 
 Deviations: this is CLoG's adaptation. The original starts from a pre-trained network, adapts the cross-attention's
-keys and values alone, sums the adapters of all tasks, and regularises each by the ones before. The adapters are
-peft's: PeftModel.from_pretrained(unet, "task2/adapter") reads one, on the unet of task1/.
+keys and values alone, sums the adapters of all tasks, and regularises each by the ones before. An adapter has a
+dropout of 0.1. It is peft's: on the unet of task1/, PeftModel.from_pretrained(unet, "task2/adapter") reads it; the
+class rows of the task are in task2/class_rows.safetensors.
 """
 
-from common import hash32, positive, whole
+from common import fail, hash32, positive, whole
 from methods.ncl import NCL
 
 TARGETS = ["to_q", "to_k", "to_v", "to_out.0", "conv1", "conv2"]  # names in diffusers' U-Nets
+ADAPTER_FILE = "adapter_model.safetensors"
 
 
 class CLoRA(NCL):
@@ -40,47 +42,54 @@ class CLoRA(NCL):
             self.adapted.unload()
         self.adapted = None
 
+    def class_tables(self):
+        """{name: weight} of the tables that hold a row a class."""
+        unet = self.learner.nets["unet"]
+        return {name: unet.get_parameter(name.removeprefix("unet.")) for name in self.learner.class_rows()}
+
     def start_task(self, task, past):
         self.classes = task.classes
         self.remove_adapter()
-        if past:
-            import torch
-            from peft import LoraConfig, get_peft_model
+        if not past:
+            return
+        import torch
+        from peft import LoraConfig, get_peft_model
 
-            config = LoraConfig(r=self.args.clora_rank, lora_alpha=self.args.clora_alpha, lora_dropout=0.1,
-                                target_modules=TARGETS)  # fmt: skip
-            torch.manual_seed(hash32((self.args.seed, task.number, "adapter")))
-            self.adapted = get_peft_model(self.learner.nets["unet"], config)  # in place; all but the adapter is frozen
-            for table in self.tables().values():
-                table.requires_grad_(True)  # only the rows of the task's classes get a gradient
-
-    def tables(self):
-        """{name: class table}, of which the learner says which dimension counts the classes: here the rows."""
-        names = [name.removeprefix("unet.") for name in self.learner.class_rows()]
-        return {name: self.learner.nets["unet"].get_parameter(name) for name in names}
+        unet = self.learner.nets["unet"]
+        unet.zero_grad()  # the base is not trained any more: frees its gradients
+        config = LoraConfig(r=self.args.clora_rank, lora_alpha=self.args.clora_alpha, lora_dropout=0.1,
+                            target_modules=TARGETS)  # fmt: skip
+        torch.manual_seed(hash32((self.args.seed, task.number, "adapter")))
+        self.adapted = get_peft_model(unet, config)  # in place; freezes all but the adapter
+        for table in self.class_tables().values():
+            table.requires_grad_(True)  # only the rows of the task's classes get a gradient
 
     def save(self, folder):
         if self.adapted is None:
             return super().save(folder)
+        import torch
         from safetensors.torch import save_file
 
         self.adapted.save_pretrained(folder / "adapter")
-        (folder / "adapter" / "README.md").unlink()  # a form to fill in
-        rows = {name: table.detach()[self.classes].contiguous() for name, table in self.tables().items()}
-        rows["classes"] = next(iter(rows.values())).new_tensor(self.classes).long()
-        save_file(rows, folder / "class_rows.safetensors")
+        (folder / "adapter" / "README.md").unlink(missing_ok=True)  # a form to fill in
+        rows = {name: table.detach()[self.classes] for name, table in self.class_tables().items()}
+        save_file(rows | {"classes": torch.tensor(self.classes)}, folder / "class_rows.safetensors")
 
     def load(self, run, trained_to, task):
         self.remove_adapter()
         self.learner.load(run / "task1")
-        if task > 1:
-            from peft import PeftModel
-            from safetensors.torch import load_file
+        if task == 1:
+            return
+        from peft import PeftModel, get_peft_model_state_dict
+        from safetensors.torch import load_file
 
-            self.adapted = PeftModel.from_pretrained(self.learner.nets["unet"], run / f"task{task}" / "adapter")
-            rows = load_file(run / f"task{task}" / "class_rows.safetensors")
-            for name, table in self.tables().items():
-                table.data[rows["classes"]] = rows[name].to(table.device)
+        folder, device = run / f"task{task}", str(self.learner.device)
+        self.adapted = PeftModel.from_pretrained(self.learner.nets["unet"], folder / "adapter", torch_device=device)
+        if get_peft_model_state_dict(self.adapted).keys() != load_file(folder / "adapter" / ADAPTER_FILE).keys():
+            fail(f"{folder}/adapter does not fit the network of {run}/task1: other names of weights")
+        rows = load_file(folder / "class_rows.safetensors")
+        for name, table in self.class_tables().items():
+            table.data[rows["classes"]] = rows[name].to(table.device)
 
     def stored(self, parameters, task):
         if self.adapted is None:

@@ -5,16 +5,19 @@
 F is summed over the past tasks, θ* are the weights after the last one, λ is --ewc_weight.
 
 Kirkpatrick et al., Overcoming catastrophic forgetting in neural networks, 2017 (arXiv:1612.00796), equation 3.
-Paper: CLoG, section 3.2 (8), which speaks of the "overlap" of two Fisher matrices; the original has none.
+Paper: CLoG, section 3.2 (8), which weighs by "the degree of overlap between the two tasks' Fisher matrices"; in the
+original that overlap is an analysis, and the penalty is the one above.
 
-Deviations from the original: one quadratic around the newest weights instead of one for each past task (Huszár, 2018,
-shows why; it keeps 3 numbers a weight instead of 1 + 2 T). F is the empirical Fisher, of the data's own labels and
-noise. The log-likelihood of an image is divided by √D, D its numbers (`learner.nll`), so that one λ serves every
-resolution. From the released code of the benchmark: F is the mean of the squared gradients of single images, not the
-square of a batch's mean gradient, is measured once, when the task ends, and the ½ is there.
+Deviations from the original: the quadratics of all past tasks are centred at the newest weights (as Huszár, 2018,
+argues; 3 numbers a weight however many tasks). p is that of the noise in one noisy version of an image, at a random
+time step, N(ε; ε̂, I); F is empirical, of the data's own labels and noise, on --importance_samples images at most.
+−log p is divided by √D, D the numbers of an image (`learner.nll`), so that one λ serves every resolution.
+
+Other than the released code of the benchmark: F is the mean of the squared gradients of single images, not the square
+of a batch's mean gradient; it is measured once, when the task ends; and the ½ is there.
 """
 
-from common import importance, non_negative, quadratic_penalty, whole, with_prefix, without_prefix
+from common import importance, non_negative, parameters, quadratic_penalty, whole, with_prefix, without_prefix
 from methods.ncl import NCL
 
 
@@ -32,8 +35,7 @@ class EWC(NCL):
         self.fisher = {}
 
     def start_task(self, task, past):
-        params = [self.learner.params(phase) for phase in self.learner.phases(0)] if past else []
-        self.anchor = {name: p.detach().clone() for some in params for name, p in some.items()}
+        self.anchor = {name: p.detach().clone() for name, p in parameters(self.learner).items()} if past else {}
 
     def after_backward(self, phase, batch):
         if self.anchor and phase.main:

@@ -8,10 +8,11 @@ f_old is a frozen copy of the weights that were kept of the task before; both se
 Hinton, Vinyals and Dean, Distilling the Knowledge in a Neural Network, 2015 (arXiv:1503.02531); against forgetting:
 Li and Hoiem, Learning without Forgetting, 2016 (arXiv:1606.09282). Paper: CLoG, section 3.2 (6).
 
-Distilled on the current images and their own labels, as CLoG does: the teacher has not learnt these classes, so it
-hands on what it knows of images and noise, not of classes. --kd_labels past asks both for random past classes
-instead, which is Learning without Forgetting's use of old heads on new data, at the price of a second forward pass.
-The teacher is in eval mode (in the released code of the benchmark its dropout is on).
+Distilled on the current images and their own labels, as CLoG's released code does (the paper names none): the teacher
+has not learnt these classes, so it hands on what it knows of images and noise, not of classes. --kd_labels past asks
+both for random past classes instead, which is Learning without Forgetting's use of old heads on new data, at the price
+of a second forward pass. The student trains with dropout, the teacher is in eval mode (in the released code its
+dropout is on, too), so the penalty is above 0 even while the weights are equal.
 """
 
 from common import non_negative, numpy_rng

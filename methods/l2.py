@@ -12,7 +12,7 @@ pulls hardest at the smallest tensors. In the class tables only the rows of past
 hold nothing worth keeping. The gradient is added in closed form.
 """
 
-from common import non_negative, quadratic_penalty
+from common import non_negative, parameters, quadratic_penalty
 from methods.ncl import NCL
 
 
@@ -27,17 +27,13 @@ class L2(NCL):
         self.anchor, self.importance = {}, {}
         if not past:
             return
-        seen = [c for t in past for c in t.classes]
-        tables = self.learner.class_rows()
-        for phase in self.learner.phases(0):
-            for name, p in self.learner.params(phase).items():
-                self.anchor[name] = p.detach().clone()
-                self.importance[name] = p.new_ones(())
-                if name in tables:
-                    shape = [-1 if d == tables[name] else 1 for d in range(p.dim())]
-                    rows = p.new_zeros(p.shape[tables[name]])
-                    rows[seen] = 1
-                    self.importance[name] = rows.view(shape)
+        seen, tables = [c for t in past for c in t.classes], self.learner.class_rows()
+        for name, p in parameters(self.learner).items():
+            self.anchor[name], self.importance[name] = p.detach().clone(), p.new_ones(())
+            if name in tables:
+                rows = p.new_zeros(p.shape[tables[name]])
+                rows[seen] = 1
+                self.importance[name] = rows.view([-1 if d == tables[name] else 1 for d in range(p.dim())])
 
     def after_backward(self, phase, batch):
         if self.anchor and phase.main:

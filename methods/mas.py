@@ -2,18 +2,19 @@
 
     loss = task loss + λ Σ Ω (θ − θ*)²        Ω = E[ |∂ m(f(x)) / ∂θ| ],  m the mean square of the output's numbers
 
-Ω is summed over the past tasks, θ* are the weights after the last one, λ is --mas_weight. No label or loss enters Ω.
+Ω is summed over the past tasks, θ* are the weights after the last one, λ is --mas_weight. No loss enters Ω.
 
 Aljundi et al., Memory Aware Synapses: Learning what (not) to forget, 2018 (arXiv:1711.09601), section 4.
 Paper: CLoG, section 3.2 (10).
 
 Deviations from the original: it takes the squared ℓ2 norm of the output, a handful of class scores; here that norm is
 divided by the number of outputs, else Ω would grow with the resolution and no λ would serve two of them. The output
-is the predicted noise of a noisy training image, at a random time step. From the released code of the benchmark: the
-gradient is that of the whole output and of single images, its absolute value taken before the mean; the sum has no ½.
+is the noise predicted in a noisy training image, at a random time step, given its class; --importance_samples images
+are asked at most. Other than the released code of the benchmark: the gradient is that of the whole output and of
+single images, its absolute value is taken before the mean, and the penalty has no ½.
 """
 
-from common import importance, non_negative, quadratic_penalty, whole, with_prefix, without_prefix
+from common import importance, non_negative, parameters, quadratic_penalty, whole, with_prefix, without_prefix
 from methods.ncl import NCL
 
 
@@ -31,8 +32,7 @@ class MAS(NCL):
         self.omega = {}
 
     def start_task(self, task, past):
-        params = [self.learner.params(phase) for phase in self.learner.phases(0)] if past else []
-        self.anchor = {name: p.detach().clone() for some in params for name, p in some.items()}
+        self.anchor = {name: p.detach().clone() for name, p in parameters(self.learner).items()} if past else {}
 
     def after_backward(self, phase, batch):
         if self.anchor and phase.main:

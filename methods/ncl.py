@@ -4,14 +4,15 @@ This is also the interface of a method: every hook below does nothing, and the o
 A training script calls them in this order (see its loop):
 
     start_task → training_data
-    each step: mix → for each phase: penalty → backward → after_backward → clipping → optimiser step → after_step
+    each step: mix → for each phase: loss → penalty → backward → after_backward → clipping → optimiser step → after_step
     end_task → state_dict → save
 
 A resumed run calls load_state_dict with the state of the task before, then start_task, then load_state_dict with the
 state of the step at which it goes on. With `--select best` the state goes back to the best step before end_task.
 
-A method may touch `learner` alone: the networks, their losses, sampling, and `learner.data` (images uint8
-(N, 3, H, W) and labels (N,)). A task has `number` (from 1), `classes` and `indices` (rows of the data). A key is
+A method may touch `learner` alone (class DDIM in train_ddim.py): `nets`, `phases`, `params`, `draw`, `loss` (which leaves
+the network's answer in batch["out"]), `outputs`, `nll`, `sample`, `fresh`, `frozen_copy`, `class_rows`, and `data`
+(images uint8 (N, 3, H, W) and labels (N,)). A task has `number` (from 1), `classes` and `indices` (rows of the data). A key is
 a tuple (seed, task, step): add a purpose of your own and hand it to what draws random numbers. Where a file needs
 torch itself, it imports it in the hook: --help and a finished run are answered before it is loaded.
 """
@@ -39,7 +40,7 @@ class NCL:
         return task.indices
 
     def mix(self, batch, key):
-        """The batch of a step: here rows are added to that of the current task."""
+        """The batch of a step: replay adds rows to that of the current task. The hook that gets the key."""
         return batch
 
     def penalty(self, phase, batch):
@@ -66,7 +67,7 @@ class NCL:
         pass
 
     def stored(self, parameters, task):
-        """How many numbers are kept between tasks, after `task` of them, by a network of so many parameters.
+        """Numbers held while a task after `task` is learnt, by a network of so many parameters.
 
         Counted as in CLoG, table 12: weights and their copies, importance, images; no optimiser, no labels.
         """

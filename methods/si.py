@@ -14,7 +14,7 @@ the optimiser does in the end. The released code of the benchmark integrates the
 and has no ReLU. With `--select best`, ω is that of the step whose weights are kept.
 """
 
-from common import non_negative, positive, quadratic_penalty, with_prefix, without_prefix
+from common import non_negative, parameters, positive, quadratic_penalty, with_prefix, without_prefix
 from methods.ncl import NCL
 
 
@@ -31,11 +31,8 @@ class SI(NCL):
         super().__init__(args, learner)
         self.omega = {}
 
-    def params(self):
-        return {name: p for phase in self.learner.phases(0) for name, p in self.learner.params(phase).items()}
-
     def start_task(self, task, past):
-        self.anchor = {name: p.detach().clone() for name, p in self.params().items()}
+        self.anchor = {name: p.detach().clone() for name, p in parameters(self.learner).items()}
         self.path = {name: p.new_zeros(p.shape) for name, p in self.anchor.items()}
         self.gradient = {name: p.clone() for name, p in self.anchor.items()}  # buffers of a step
         self.before = {name: p.clone() for name, p in self.anchor.items()}
@@ -55,7 +52,7 @@ class SI(NCL):
                 self.path[name].addcmul_(self.gradient[name], self.before[name].sub_(p.detach()))  # −g Δθ
 
     def end_task(self, task):
-        for name, p in self.params().items():
+        for name, p in parameters(self.learner).items():
             new = self.path[name] / ((p.detach() - self.anchor[name]).square() + self.args.si_damping)
             self.omega[name] = (self.omega.get(name, 0) + new).relu()
             self.path[name].zero_()
