@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 from conftest import ROOT, SMALL
+from test_methods import METHODS
 
 import common
 import runfolder
@@ -50,8 +51,8 @@ def test_readme_example_is_a_method(train):
 def test_readme_map_names_every_file():
     for path in ROOT.glob("*.py"):
         assert f"`{path.name}`" in README
-    for path in (ROOT / "methods").glob("[!_]*.py"):
-        assert f"`{path.stem}`" in README
+    for method in METHODS:
+        assert f"`{method}`" in README
 
 
 def test_help_and_dry_run_write_nothing(script, tmp_path):
