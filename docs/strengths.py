@@ -11,6 +11,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+import numpy as np
+
 import common
 import runfolder
 
@@ -22,13 +24,16 @@ def main():
     p.add_argument("runs", help="folder of run folders with two tasks each")
     p.add_argument("--out", default="results/strengths.png", help="picture to write (default: results/strengths.png)")
     args = p.parse_args()
-    scores = defaultdict(dict)  # method → strength → FID of (old task, new task) after the second
-    for path in sorted(Path(args.runs).rglob("config.json")):
+    found = defaultdict(lambda: defaultdict(list))  # method → strength → FID of (old task, new task) after the second
+    for path in sorted(Path(args.runs).rglob("quality.csv")):
         flags = runfolder.read_config(path.parent)["flags"]
-        rows = common.read_csv(path.parent / "quality.csv")
-        fid = {r["task"]: float(r["value"]) for r in rows if r["metric"] == "FID" and r["trained_to"] == "2"}
-        if len(fid) == 2:
-            scores[flags["method"]][flags.get(f"{flags['method']}_weight")] = fid["1"], fid["2"]
+        rows = [r for r in common.read_csv(path) if r["metric"] == "FID" and r["trained_to"] == "2"]
+        if len(rows) == 2:
+            fid = {r["task"]: float(r["value"]) for r in rows}
+            found[flags["method"]][flags.get(f"{flags['method']}_weight")].append((fid["1"], fid["2"]))
+        elif rows:
+            common.fail(f"{path} holds scores of several protocols or of more than two tasks: show one at a time")
+    scores = {m: {s: np.mean(fids, axis=0) for s, fids in found[m].items()} for m in found}  # over orders and seeds
     missing = [method for method in ("ncl", *TITLES) if method not in scores]
     if missing:
         common.fail(f"{args.runs} has no scored two-task run of {', '.join(missing)}; run: bash run_all.sh strengths")
@@ -50,7 +55,7 @@ def main():
         panel.plot(strengths, [(a + b) / 2 for a, b in zip(old, new, strict=True)], "k-", lw=2, label="AFQ")
         panel.set(title=title, xlabel=f"--{method}_weight", xscale="log")
     panels[0].set_ylabel("FID (classifier features)")
-    panels[0].legend(frameon=False)
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside right center", frameon=False)
     figure.suptitle("After the second of two tasks of digits; dotted: ncl. Smaller is better.", fontsize=9)
     Path(args.out).parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(args.out, dpi=110)
