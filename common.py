@@ -439,6 +439,11 @@ def without_prefix(prefix, state, device):
 # ----------------------------------------------------------------------------------------------- hardware
 
 
+def cpu_count():
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def pick_device(name):
     import torch
 

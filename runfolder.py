@@ -156,7 +156,7 @@ def run_folder(args, backbone):
 def code_hashes(script, method):
     """{file: short hash} of all code that a run's result can depend on."""
     modules = [c.__module__ for c in method_class(method).__mro__ if c.__module__.startswith("methods.")]
-    files = [Path(script).name, "common.py", "eval_metrics.py", "runfolder.py", "streams.py"]
+    files = [Path(script).name, "common.py", "eval_metrics.py", "readers.py", "runfolder.py", "streams.py"]
     files += [module.replace(".", "/") + ".py" for module in modules]
     return {f: hashlib.sha256((ROOT / f).read_bytes()).hexdigest()[:12] for f in files}
 

@@ -1,27 +1,36 @@
-"""Data sets and the streams of tasks made of them.
+"""The streams of tasks made of data sets.
 
 `--dataset` → Scenario (what is known before anything is read) → Data (images at training size) → list of Task.
 A task is its classes and an index array: pooling tasks pools indices, never images.
+
+From top to bottom: scenarios · pictures · loading · preparing · tasks. What is published where is in readers.py.
 """
 
+import contextlib
 import functools
 import hashlib
 import json
+import multiprocessing
 import os
 import re
+import signal
 import sys
+import threading
+import types
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 from tqdm import tqdm
 
-from common import ROOT, fail, hash32, locked, new_folder
+from common import ROOT, cpu_count, fail, hash32, locked, new_folder
+from readers import DATASETS, Source, frozen_names
 
-DATASETS = {  # name -> what is known before anything is read
-    "digits": dict(classes=10, tasks=5, preset="tiny", orders="ten"),
-}
 PICTURES = {".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp"}
+CHUNK = 64  # pictures that a process prepares at a time
+FEW = 512  # pictures up to which further processes are not worth starting
 
 
 @dataclass
@@ -32,7 +41,7 @@ class Data:
     images: np.ndarray  # uint8 (N, 3, H, W); memory-mapped where it comes from pictures; None in a dry run
     labels: np.ndarray  # int64 (N,), 0-based
     classes: list  # class names, index = label
-    digest: str  # short hash of the content; of pictures in a folder: of their names, sizes and times
+    digest: str | None  # short hash of the content; of a user's folder: of names, sizes and times; None if not known
 
 
 @dataclass
@@ -50,7 +59,8 @@ class Scenario:
     """
 
     name: str
-    folder: Path | None  # of class folders, for a user's own pictures
+    dataset: str | None  # of readers.DATASETS; None for a user's own pictures
+    folder: Path | None  # of their class folders
     first: int
     last: int
     total: int  # classes of the whole data set
@@ -84,9 +94,9 @@ def scenario(text):
     match = None if Path(text).is_dir() else re.fullmatch(r"(.+):(\d+)-(\d+)", text)
     name = match[1] if match else text
     if name in DATASETS:
-        known, folder, short = DATASETS[name], None, name
+        known, dataset, folder, short = DATASETS[name], name, None, name
     else:
-        folder = Path(name).expanduser()
+        dataset, folder = None, Path(name).expanduser()
         if not folder.is_dir():
             fail(f"unknown data set '{name}': neither a folder nor one of {', '.join(DATASETS)}")
         folder = folder.resolve()
@@ -101,7 +111,8 @@ def scenario(text):
         short += f"_{first}-{last}"
     count = last - first + 1
     tasks = known["tasks"] if count % known["tasks"] == 0 else count
-    return Scenario(short, folder, first, last, known["classes"], tasks, known["preset"], known["orders"])
+    about = known["classes"], tasks, known["preset"], known["orders"]
+    return Scenario(short, dataset, folder, first, last, *about)
 
 
 @functools.lru_cache  # read once a process, which also says the note once
@@ -144,7 +155,7 @@ def read_picture(path, size):
 
     try:
         with Image.open(path) as image:
-            image = ImageOps.exif_transpose(image)
+            ImageOps.exif_transpose(image, in_place=True)
             if image.mode.startswith("I") or image.mode == "F":
                 values = np.asarray(image, np.float64)
                 if image.mode.startswith("I;16") or values.max() > 255:
@@ -152,21 +163,43 @@ def read_picture(path, size):
                 elif image.mode == "F" and values.max() <= 1:
                     values = values * 255
                 image = Image.fromarray(values.round().clip(0, 255).astype(np.uint8))
-            image = image.convert("RGB").resize((size, size), Image.Resampling.BICUBIC)
-            return np.asarray(image).transpose(2, 0, 1)
+            if image.mode != "RGB":
+                image = image.convert("RGB")
+            return np.asarray(image.resize((size, size), Image.Resampling.BICUBIC)).transpose(2, 0, 1)
     except Exception as error:  # PIL raises half a dozen kinds for a broken file
         fail(f"cannot read picture {path}: {error}; repair or remove it")
 
 
+def squash(images, size):
+    """uint8 (n, 1 or 3, H, W) → (n, 3, size, size), by the rule of `read_picture`; of that size already: unchanged."""
+    from PIL import Image
+
+    if images.shape[2:] != (size, size):
+        planes = [Image.fromarray(plane) for plane in images.reshape(-1, *images.shape[2:])]
+        planes = np.stack([np.asarray(p.resize((size, size), Image.Resampling.BICUBIC)) for p in planes])
+        images = planes.reshape(len(images), -1, size, size)
+    return np.ascontiguousarray(np.broadcast_to(images, (len(images), 3, size, size)))
+
+
+# ------------------------------------------------------------------------------------------------ loading
+
+
 def load_data(scenario, size, cache, read=True):
-    """The scenario's images at `size` × `size`; `read=False` leaves the images out (dry run)."""
+    """The scenario's images at `size` × `size`; `read=False` leaves the images out (dry run).
+
+    cache: the folder of --data. UserError if the data are neither there nor to be had.
+    """
     if scenario.folder:
         images, labels, names, digest = load_folder(scenario.folder, size, cache, read)
-    else:
+    elif scenario.dataset == "digits":
         images, labels, names = load_digits(size)
         digest = hashlib.sha256(images.tobytes() + labels.tobytes()).hexdigest()[:12]
+    else:
+        images, labels, names, digest = load_published(scenario.dataset, size, cache, read)
     if scenario.classes < scenario.total:
         keep = np.flatnonzero((labels >= scenario.first) & (labels <= scenario.last))
+        if keep[-1] - keep[0] + 1 == len(keep):  # one piece, as of all that is prepared: no copy in memory
+            keep = slice(keep[0], keep[-1] + 1)
         images, labels = images[keep] if read else None, labels[keep] - scenario.first
         names = names[scenario.first : scenario.last + 1]
         digest = f"{digest}-{scenario.first}-{scenario.last}"
@@ -175,22 +208,19 @@ def load_data(scenario, size, cache, read=True):
 
 def load_digits(size):
     """scikit-learn's embedded 1797 hand-written digits of 8 × 8 pixels, 17 levels of gray."""
-    from PIL import Image
     from sklearn.datasets import load_digits
 
     digits = load_digits()
     images = (digits.images * 255 / 16).round().astype(np.uint8)
-    if size != images.shape[-1]:
-        bigger = [Image.fromarray(image).resize((size, size), Image.Resampling.BICUBIC) for image in images]
-        images = np.stack([np.asarray(image) for image in bigger])
-    return images[:, None].repeat(3, axis=1), digits.target.astype(np.int64), [str(c) for c in range(10)]
+    return squash(images[:, None], size), digits.target.astype(np.int64), [str(c) for c in range(10)]
 
 
 def load_folder(folder, size, cache, read):
-    """A user's pictures, prepared once to `<cache>/prepared/…/images.npy` and memory-mapped from there."""
+    """A user's pictures, one sub-folder a class."""
     classes = class_folders(folder)
     pictures = [path for _, paths in classes for path in paths]
-    labels = np.repeat(np.arange(len(classes)), [len(paths) for _, paths in classes])
+    labels = np.repeat(np.arange(len(classes)), [len(paths) for _, paths in classes]).astype(np.int64)
+    names = [name for name, _ in classes]
     listing = []
     for path in pictures:
         try:
@@ -199,25 +229,156 @@ def load_folder(folder, size, cache, read):
             fail(f"cannot read picture {path}: {error.strerror}; repair or remove it")
         listing.append(f"{path.relative_to(folder)} {about.st_size} {about.st_mtime_ns}")
     digest = hashlib.sha256("\n".join([f"squash bicubic {size}", *listing]).encode("utf-8", "replace")).hexdigest()[:12]
+    if not read:
+        return None, labels, names, digest
     ready = Path(cache) / "prepared" / f"{folder.name}-{size}-{digest}"
-    images = None
-    if read:
+    images, _ = prepared(ready, size, lambda: Source(labels, names, pictures))
+    return images, labels, names, digest
+
+
+def load_published(name, size, cache, read):
+    """A data set of readers.py. Once it is prepared, its own files are needed no more."""
+    facts, ready = DATASETS[name], Path(cache) / "prepared" / f"{name}-{size}-bicubic"
+    if not (read or ready.exists()):
+        published = facts.get("published", facts["classes"])
+        labels = np.arange(facts["images"]) * published // facts["images"]
+        print(f"note: {name} is not prepared yet; classes and total are known, the images of a task are equal shares "
+              f"of the {facts['images']:,}", file=sys.stderr)  # fmt: skip
+        return None, labels[labels < facts["classes"]], frozen_names(name)[: facts["classes"]], None
+    images, labels = prepared(ready, size, lambda: read_published(name, Path(cache) / facts["folder"]))
+    try:
+        names = json.loads((ready / "classes.json").read_text())
+        sums = (ready / "SHA256SUMS").read_bytes()
+    except (OSError, ValueError) as error:
+        fail(f"the prepared pictures {ready} are broken ({error}); remove that folder")
+    return images, labels, names, hashlib.sha256(sums).hexdigest()[:12]
+
+
+def read_published(name, folder):
+    """The Source of a data set, held against what is known of it, without the classes that the benchmark drops."""
+    facts = DATASETS[name]
+    source, published = facts["read"](folder), facts.get("published", facts["classes"])
+    found, low, high = len(source.labels), source.labels.min(initial=0), source.labels.max(initial=0)
+    if found != facts["images"]:
+        fail(f"{name}: {found:,} images in {folder}, but the training set has {facts['images']:,}; get a whole copy")
+    if (low, high) != (0, published - 1) or len(source.names) != published:
+        fail(f"{name}: classes {low}-{high} and {len(source.names)} names in {folder}, counted from 0, but there are "
+             f"{published}; get the published copy")  # fmt: skip
+    if published > facts["classes"]:
+        keep = np.flatnonzero(source.labels < facts["classes"])
+        pictures = [source.pictures[k] for k in keep]
+        source = Source(source.labels[keep], source.names[: facts["classes"]], pictures)
+    return source
+
+
+# ---------------------------------------------------------------------------------------------- preparing
+
+
+def prepared(ready, size, source):
+    """images (memory-mapped, uint8 (N, 3, size, size)) and labels of the folder `ready`, filled once.
+
+    source: function that returns a Source, called if the folder is not there yet. Classes lie one behind the
+    other, so a range of classes is one piece, and a task a few. What was interrupted is begun anew.
+    """
+    if not ready.exists():
         with locked(ready.parent, wait=True):
             if not ready.exists():
-                with new_folder(ready) as target:
-                    shape = (len(pictures), 3, size, size)
-                    images = np.lib.format.open_memmap(target / "images.npy", "w+", np.uint8, shape)
-                    if hasattr(os, "posix_fallocate"):  # else a full disk kills the process in the middle
-                        with open(target / "images.npy", "r+b") as file:
-                            os.posix_fallocate(file.fileno(), 0, os.path.getsize(target / "images.npy"))
-                    for row, path in enumerate(tqdm(pictures, f"preparing {folder.name}", unit="img", disable=None)):
-                        images[row] = read_picture(path, size)
-                    images.flush()
-        try:
-            images = np.load(ready / "images.npy", mmap_mode="r")
-        except (OSError, ValueError) as error:
-            fail(f"the prepared pictures {ready} are broken ({error}); remove that folder")
-    return images, labels.astype(np.int64), [name for name, _ in classes], digest
+                fill(ready, size, source())
+    try:
+        return np.load(ready / "images.npy", mmap_mode="r"), np.load(ready / "labels.npy")
+    except (OSError, ValueError) as error:
+        fail(f"the prepared pictures {ready} are broken ({error}); remove that folder")
+
+
+def fill(ready, size, source):
+    """Writes images.npy, labels.npy and classes.json. Never holds more than a block of the source in memory."""
+    order, shape = np.argsort(source.labels, kind="stable"), (len(source.labels), 3, size, size)
+    with new_folder(ready) as folder:
+        with open(folder / "images.npy", "wb") as file:
+            np.lib.format.write_array_header_1_0(file, {"descr": "|u1", "fortran_order": False, "shape": shape})
+            begin, end = file.tell(), file.tell() + int(np.prod(shape))
+            if hasattr(os, "posix_fallocate"):  # a full disk ends it here, not after an hour
+                os.posix_fallocate(file.fileno(), 0, end)
+            file.truncate(end)
+        with tqdm(total=len(order), desc=f"preparing {ready.name}", unit="img", disable=None) as bar:
+            work = write_pictures if source.pictures else write_blocks
+            work(source, order, size, folder / "images.npy", begin, bar)
+        np.save(folder / "labels.npy", source.labels[order])
+        (folder / "classes.json").write_text(json.dumps(source.names))
+    print(
+        f"{len(order):,} pictures of {len(source.names)} classes are prepared at {size} × {size} in {ready}", flush=True
+    )
+
+
+def write_blocks(source, order, size, path, begin, bar):
+    place = np.empty_like(order)  # of a row of the source
+    place[order] = np.arange(len(order))
+    done, bytes_each = 0, 3 * size * size
+    with open(path, "r+b") as file:
+        for block in source.blocks:
+            to = place[done : done + len(block)]
+            by_place = np.argsort(to)
+            for run in np.split(by_place, np.flatnonzero(np.diff(to[by_place]) != 1) + 1):
+                for rows in np.split(run, range(1024, len(run), 1024)):
+                    file.seek(begin + int(to[rows[0]]) * bytes_each)
+                    file.write(squash(block[rows], size))
+                    bar.update(len(rows))
+            done += len(block)
+            del block  # before the next one is read
+    if done != len(order):
+        fail(f"{done} images, but {len(order)} labels: get a whole copy of the data set")
+
+
+def write_pictures(source, order, size, path, begin, bar):
+    pictures = [source.pictures[k] for k in order]
+    jobs = [(path, begin + k * 3 * size * size, pictures[k : k + CHUNK], size) for k in range(0, len(pictures), CHUNK)]
+    if len(pictures) <= FEW or cpu_count() == 1:
+        for job in jobs:
+            bar.update(write_chunk(job))
+        return
+    try:
+        with ProcessPoolExecutor(min(cpu_count(), 16), multiprocessing.get_context("spawn"), follow_parent) as pool:
+            with without_main():
+                counts = pool.map(write_chunk, jobs)
+            for count in counts:
+                bar.update(count)
+    except BrokenProcessPool:
+        fail("a process that prepares pictures was ended from outside (out of memory?); start again", code=1)
+
+
+def write_chunk(job):
+    path, offset, pictures, size = job
+    images = np.empty((len(pictures), 3, size, size), np.uint8)
+    for image, picture in zip(images, pictures, strict=True):
+        image[:] = read_picture(picture, size)
+    with open(path, "r+b") as file:
+        file.seek(offset)
+        file.write(images)
+    return len(pictures)
+
+
+@contextlib.contextmanager
+def without_main():
+    """Processes that are started in here import this file only, not the script that runs, with PyTorch and all."""
+    main, sys.modules["__main__"] = sys.modules["__main__"], types.ModuleType("__main__")
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = main
+
+
+def follow_parent():
+    """In a new process: Ctrl-C is the parent's business, and when the parent is gone so is this."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+    def wait():
+        multiprocessing.parent_process().join()
+        os._exit(1)
+
+    threading.Thread(target=wait, daemon=True).start()
+
+
+# -------------------------------------------------------------------------------------------------- tasks
 
 
 def split(data, order, tasks):

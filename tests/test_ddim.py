@@ -250,8 +250,8 @@ def test_a_run_folder_says_what_made_it(train):
     run = train("a", "--method", "er")
     config = common.read_json(run / "config.json")
     assert config["flags"]["replay_size"] == 4 and config["isolated"] is False and config["threads"] >= 1
-    assert set(config["code"]) == {"train_ddim.py", "eval_metrics.py", "common.py", "runfolder.py", "streams.py",
-                                   "methods/er.py", "methods/ncl.py"}  # fmt: skip
+    assert set(config["code"]) == {"train_ddim.py", "eval_metrics.py", "common.py", "readers.py", "runfolder.py",
+                                   "streams.py", "methods/er.py", "methods/ncl.py"}  # fmt: skip
     assert config["tasks"] == [[0, 1], [2, 3]] and config["scheduler"]["num_train_timesteps"] == 1000
     assert (run / "task2" / "samples.png").exists() and not (run / "resume").exists()
     cost = common.read_json(run / "task2" / "cost.json")
