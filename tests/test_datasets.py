@@ -311,7 +311,8 @@ def imagenet(folder, writer, rows=7, classes=5):
         sub = folder / f"part {1 + k // 6}"
         sub.mkdir(parents=True, exist_ok=True)
         if writer == "npz":
-            np.savez(sub / f"train_data_batch_{k}.npz", data=part["data"], labels=np.array(part["labels"]))
+            with open(sub / f"train_data_batch_{k}{'.npz' * (k % 2)}", "wb") as file:  # the content decides
+                np.savez(file, data=part["data"], labels=np.array(part["labels"]))
         else:
             (sub / f"train_data_batch_{k}").write_bytes(WRITERS[writer](part))
         (sub / f"._train_data_batch_{k}").write_bytes(b"junk of another system")
@@ -329,6 +330,12 @@ def test_imagenet(writer, tmp_path, facts):
     keep = (labels >= 1) & (labels <= 3)
     assert equal(part, images[keep], labels[keep] - 1)
     assert isinstance(part.images, np.memmap)  # of sixteen gigabytes, a range is no copy in memory
+
+
+def test_an_npz_that_would_run_code_is_refused(tmp_path):
+    with open(tmp_path / "train_data_batch_1", "wb") as file:
+        np.savez(file, data=np.array([{}], object))
+    refused(lambda: readers.part_of_imagenet(tmp_path / "train_data_batch_1", "data"), "train_data_batch_1", "pickle")
 
 
 def test_imagenet_names_and_faults(tmp_path, facts):
@@ -519,6 +526,15 @@ def test_one_process_or_several(many, tmp_path, monkeypatch):
     assert len(list((tmp_path / "two" / "prepared").glob("many*"))) == 1
 
 
+def test_other_processes_do_not_run_the_script_again(many, tmp_path):
+    script = "print('once'); import streams; streams.cpu_count = lambda: 2\n"
+    script += f"data = streams.load_data(streams.scenario({str(many)!r}), 8, 'data')\nprint(len(data.images))\n"
+    (tmp_path / "script.py").write_text(script)
+    result = subprocess.run([sys.executable, "script.py"], cwd=tmp_path, capture_output=True, text=True, timeout=60,
+                            env={**os.environ, "PYTHONPATH": str(ROOT)})  # fmt: skip
+    assert result.stdout.count("once") == 1 and result.stdout.endswith("1040\n"), result.stderr
+
+
 def test_killed_and_started_again(many, tmp_path):
     """SIGKILL in the middle: nothing half-done is ever taken for whole, and no process is left behind."""
     code = f"import streams; streams.load_data(streams.scenario({str(many)!r}), 8, {str(tmp_path / 'data')!r})"
@@ -533,7 +549,7 @@ def test_killed_and_started_again(many, tmp_path):
     data = load(str(many), 8, tmp_path / "data")
     assert (data.images[1039] == streams.read_picture(many / "b/0039.png", 8)).all() and data.images[0].any()
     assert [p.suffix for p in prepared.iterdir() if p.is_dir()] != [".tmp"]
-    child.stdout.read()  # ends when the last process that holds it has ended
+    child.communicate(timeout=30)  # ends when the last process that holds its output has ended
 
 
 def test_interrupted_and_started_again(tmp_path, facts, monkeypatch):
