@@ -257,7 +257,11 @@ def load_published(name, size, cache, read):
 def read_published(name, folder):
     """The Source of a data set, held against what is known of it, without the classes that the benchmark drops."""
     facts = DATASETS[name]
-    source, published = facts["read"](folder), facts.get("published", facts["classes"])
+    published = facts.get("published", facts["classes"])
+    try:
+        source = facts["read"](folder)
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+        fail(f"{name}: the files in {folder} are not those that were published ({error!r}); get the published copy")
     found, low, high = len(source.labels), source.labels.min(initial=0), source.labels.max(initial=0)
     if found != facts["images"]:
         fail(f"{name}: {found:,} images in {folder}, but the training set has {facts['images']:,}; get a whole copy")
