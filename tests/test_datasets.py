@@ -279,9 +279,8 @@ def test_cifar10(cifar, tmp_path, network):
     part = load("cifar10:4-6", 32, tmp_path)
     keep = (labels >= 4) & (labels <= 6)
     assert equal(part, images[keep], labels[keep] - 4) and part.classes == ["kind 4", "kind 5", "kind 6"]
-    smaller = load("cifar10", 16, tmp_path)
-    first = np.asarray(Image.fromarray(data.images[0].transpose(1, 2, 0)).resize((16, 16), Image.Resampling.BICUBIC))
-    assert (smaller.images[0] == first.transpose(2, 0, 1)).all()
+    smaller, blocks = load("cifar10", 16, tmp_path), data.images.reshape(-1, 3, 16, 2, 16, 2).astype(int)
+    assert (smaller.images == (blocks.sum((3, 5)) + 2) // 4).all()  # half the size: the mean of four pixels
 
 
 def test_cifar10_from_its_archive(cifar, tmp_path, network):
@@ -636,6 +635,20 @@ def test_every_kind_of_picture_becomes_rgb(tmp_path):
     for file in ("gray.png", "la.png", "onebit.png", "gray16.png"):
         assert (read[file] == read[file][:1]).all()
     assert abs(read["cmyk.jpg"].astype(int) - whole).mean() < 40 and read["palette.png"].std() > 40
+
+
+def test_one_rule_for_arrays_and_files_of_every_format(tmp_path):
+    pixels = rng.integers(0, 256, (70, 40, 3), np.uint8)
+    Image.fromarray(pixels).save(tmp_path / "a.png")
+    Image.fromarray(pixels).save(tmp_path / "a.jpg", quality=100, subsampling=0)
+    Image.fromarray(np.asarray(Image.open(tmp_path / "a.jpg"))).save(tmp_path / "b.png")
+    for size in (12, 16, 30, 40, 64):
+        array = streams.squash(pixels.transpose(2, 0, 1)[None], size)[0]
+        assert (streams.read_picture(tmp_path / "a.png", size) == array).all()
+        jpeg = streams.read_picture(tmp_path / "a.jpg", size)
+        assert (streams.read_picture(tmp_path / "b.png", size) == jpeg).all()
+    fair = np.asarray(Image.fromarray(pixels[:40]).resize((30, 30), Image.Resampling.BICUBIC)).transpose(2, 0, 1)
+    assert (streams.squash(pixels[:40].transpose(2, 0, 1)[None], 30)[0] == fair).all()  # less than half: bicubic alone
 
 
 def test_gray_is_repeated_before_or_after():
