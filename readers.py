@@ -30,7 +30,7 @@ from tqdm import tqdm
 
 from common import ROOT, UserError, fail
 
-PATIENCE = 6  # seconds until a server must have answered, its mirrors included
+PATIENCE = 5  # seconds until a server must have answered, its mirrors included
 STALL = 30  # seconds without a byte after which a download is given up
 
 

@@ -39,6 +39,8 @@ if __name__ == "__main__":  # a finished run is recognised before PyTorch is loa
     with common.one_line_errors():
         ARGS = parse_args()
         runfolder.stop_if_finished(runfolder.run_folder(ARGS, "ddim"), ARGS, __file__)
+        if not ARGS.dry_run:  # data that are missing, too
+            streams.load_data(streams.scenario(ARGS.dataset), ARGS.size, ARGS.data)
 
 import copy  # noqa: E402
 import json  # noqa: E402
