@@ -284,8 +284,8 @@ def test_which_flags_make_another_run():
         return runfolder.run_folder(train_ddim.parse_args([*SMALL, *flags]), "ddim").name
 
     plain = name()
-    for flags in (["--device", "cpu"], ["--save_every", "7"], ["--data", "x"], ["--val_samples", "9"],
-                 ["--eval_every", "3"], ["--lr", "3e-3"], ["--tasks", "2"]):  # fmt: skip
+    for flags in (["--device", "cpu"], ["--inception_weights", "x"], ["--save_every", "7"], ["--data", "x"],
+                 ["--val_samples", "9"], ["--eval_every", "3"], ["--lr", "3e-3"], ["--tasks", "2"]):  # fmt: skip
         assert name(*flags) == plain, flags
     others = [["--lr", "1e-3"], ["--steps", "7"], ["--batch_size", "9"], ["--precision", "bf16"],
               ["--select", "best"], ["--ddim_steps", "4"], ["--memory_size", "6"], ["--replay_size", "3"],

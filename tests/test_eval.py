@@ -1,5 +1,6 @@
 """Scores against hand-made matrices; the script twice over."""
 
+import math
 import shutil
 
 import numpy as np
@@ -10,7 +11,9 @@ from conftest import SMALL
 import common
 import eval_metrics as em
 import fid
+import figures
 import streams
+import tables
 import train_ddim
 
 
@@ -184,3 +187,218 @@ def test_two_names_for_the_same_images_share_a_classifier(train, evaluate, tmp_p
         train("a", "--dataset", name, "--tasks", "2", "--steps", "2")
     rows, _ = evaluate()
     assert {r["dataset"] for r in rows} == {"digits"} and len(rows) == 3  # one spelling, one run
+
+
+# -------------------------------------------------------------------------------- tables, from made-up records
+
+
+def record(**changes):
+    """What `summarise` says of a run, with an AFQ of 10."""
+    name, method = changes.get("dataset", "cifar10"), changes.get("method", "ncl")
+    flags = {"method": method, "memory_size": 200, "select": "last", "dataset": name, "order": 1, "seed": 1}
+    flags |= changes.pop("flags", {})
+    config = {"flags": flags, "data": {"name": name}, "tasks": [[0]] * changes.pop("tasks", 5), "backbone": "ddim"}
+    config["backbone"] = changes.get("backbone", "ddim")
+    made = {"config": config, "dataset": name, "backbone": "ddim", "method": method, "variant": method, "metric": "FID"}
+    made |= {"extractor": "inception", "generated": "2048", "reference": "train", "sampler_steps": "50"}
+    return made | {"sampling_seed": "0", "AFQ": 10.0, "AIQ": 20.0, "FR": None} | changes
+
+
+def test_five_orders_and_one_task(tmp_path):
+    values = [10.0, 12.0, 11.0, 15.0, 17.0]
+    records = [record(AFQ=v) for v in values]
+    texts = tables.write_tables(records, tmp_path)
+    (row,) = common.read_csv(tmp_path / "table_AFQ.csv")
+    assert float(row["mean"]) == 13 and row["n"] == "5"
+    assert float(row["std"]) == pytest.approx(math.sqrt(sum((v - 13) ** 2 for v in values) / 4), rel=1e-5)
+    assert "| ncl | 13.00 ± 2.92 (5) |" in texts["AFQ"] and not any("paper" in key for key in row)
+    (row,) = common.read_csv(tmp_path / "table_FR.csv")  # of one task there is none
+    assert (row["mean"], row["std"], row["n"]) == ("", "", "0") and "| ncl | – |" in texts["FR"]
+
+
+def test_what_never_shares_a_table(tmp_path):
+    plain = record()
+    for key, value in (("generated", "256"), ("extractor", "inception-0a1b2c3d"), ("extractor", "classifier-0a1b2c3d"),
+                       ("sampler_steps", "20"), ("sampling_seed", "1"), ("reference", "test"), ("metric", "KID"),
+                       ("backbone", "stylegan2")):  # fmt: skip
+        texts = tables.write_tables([plain, record(AFQ=30.0, **{key: value})], tmp_path)
+        assert texts["AFQ"].count("| method |") == 2 and "20.00" not in texts["AFQ"], key
+        assert [float(r["mean"]) for r in common.read_csv(tmp_path / "table_AFQ.csv")] in ([10, 30], [30, 10])
+    # classifiers differ by data set; their columns stand side by side
+    texts = tables.write_tables(
+        [record(extractor="classifier-00000001"), record(extractor="classifier-00000002", dataset="mnist")], tmp_path
+    )
+    assert texts["AFQ"].count("| method |") == 1 and "| ncl | 10.00 (1) | 10.00 (1) |" in texts["AFQ"]
+
+
+def test_two_strengths_are_two_rows(tmp_path):
+    records = [record(method="ewc", flags={"ewc_weight": w, "order": o}) for w in (1.0, 10.0) for o in (1, 2)]
+    em.name_variants(records)
+    texts = tables.write_tables(records, tmp_path)
+    assert "| ewc (ewc_weight=1.0) | 10.00 ± 0.00 (2) |" in texts["AFQ"]
+    assert "| ewc (ewc_weight=10.0) | 10.00 ± 0.00 (2) |" in texts["AFQ"]
+
+
+def test_the_papers_numbers(tmp_path):
+    paper = tables.read_paper()
+    records = [record(method="clora", AIQ=55.0), record(method="ncl"), record(method="noncl", dataset="digits")]
+    records += [record(method="clora", dataset="mnist"), record(method="gr", dataset="imagenet64", tasks=20)]
+    texts = tables.write_tables(records, tmp_path, paper)
+    lines = {line.split(" | ")[0].strip("| "): line for line in texts["AIQ"].splitlines() if line.startswith("|")}
+    assert lines["method"] == (
+        "| method | cifar10 | cifar10, paper | digits | digits, paper | imagenet64 | imagenet64, paper | mnist | "
+        "mnist, paper |"
+    )
+    assert lines["clora"].startswith("| clora | 55.00 (1) | 173.43 ± 45.28 †1 |")
+    assert lines["clora"].endswith("| 20.00 (1) | 140.51 ± 4.74 †2 |")
+    assert lines["ncl"].startswith("| ncl | 20.00 (1) | 108.19 ± 15.02 |") and "NA" not in lines["gr"]
+    assert "†1 cannot be: with isolated weights AIQ is at most (1 + 1/2 + … + 1/5) · AFQ = 137.25" in texts["AIQ"]
+    assert "= 21.58" in texts["AIQ"] and "†" not in texts["AFQ"]
+    rows = {(r["method"], r["dataset"]): r for r in common.read_csv(tmp_path / "table_AIQ.csv")}
+    assert rows["clora", "cifar10"]["paper_mean"] == "173.43" and rows["clora", "cifar10"]["paper_std"] == "45.28"
+    assert "isolated" in rows["clora", "cifar10"]["paper_doubt"] and not rows["ncl", "cifar10"]["paper_doubt"]
+    assert rows["noncl", "digits"]["paper_mean"] == "" == rows["ncl", "mnist"]["paper_mean"]
+    # other features than the paper's: no number of it stands beside them
+    texts = tables.write_tables([record(extractor="classifier-00000001")], tmp_path, paper)
+    assert "cifar10, paper" not in texts["AFQ"] and "nothing for this" in texts["AFQ"]
+
+
+def test_which_setting_of_the_paper_a_run_is():
+    def key(steps="50", **changes):
+        return tables.paper_key(record(**changes)["config"], steps)
+
+    assert key() == ("ddim", "CIFAR-10", "NCL") == key(steps="")
+    assert key(tasks=10) == ("ddim", "CIFAR-10:tasks=10", "NCL") and key(steps="100")[1] == "CIFAR-10:ddim_steps=100"
+    assert key(method="er", flags={"memory_size": 20})[1] == "CIFAR-10:memory=20"
+    assert key(method="ncl", flags={"memory_size": 20})[1] == "CIFAR-10"  # has none
+    assert key(method="er", dataset="imagenet64", tasks=20, flags={"memory_size": 5000})[1] == "ImageNet-1k"
+    assert key(tasks=10, steps="100") not in {k[1:] for k in tables.read_paper()}
+    assert key(dataset="digits") is None is key(method="mine")
+    paper = tables.read_paper()
+    assert paper["AFQ", *key(tasks=10)]["mean"] == "153.32"
+    assert paper["FR", *key(method="er", flags={"memory_size": 20})]["mean"] == "96.58"
+
+
+def test_cells_of_the_paper_that_cannot_be_true():
+    paper = tables.read_paper()
+    doubts = {key: cell["doubt"] for key, cell in paper.items() if cell["doubt"]}
+    fid_cells = {key for key in doubts if key[0] in ("AFQ", "AIQ", "FR") and key[1] in ("ddim", "stylegan2")}
+    lora = [("AIQ", "ddim", d, "C-LoRA") for d in ("MNIST", "Fashion-MNIST", "CIFAR-10", "Oxford-Flowers",
+                                                   "CIFAR-10:ddim_steps=50", "CIFAR-10:tasks=5")]  # fmt: skip
+    forgets = [("FR", "ddim", f"CIFAR-10:tasks={t}", "C-LoRA") for t in (2, 5, 10)]
+    others = [("FR", "ddim", "MNIST", "A-GEM"), ("AIQ", "ddim", "ImageNet-1k", "A-GEM"),
+              ("FR", "stylegan2", "ImageNet-1k", "Ensemble")]  # fmt: skip
+    assert fid_cells == {*lora, *forgets, *others}
+    assert "5/4 · AFQ = 107.85" in doubts["FR", "ddim", "MNIST", "A-GEM"]
+    assert "repeats the FR" in doubts["AIQ", "ddim", "ImageNet-1k", "A-GEM"]
+    zeros = {key for key in doubts if key[0] == "AIQ" and key[1] in ("dreambooth", "custom_diffusion")}
+    assert len(zeros) == 6 and all(paper[key]["mean"] == "0" for key in zeros)
+    assert doubts["FR", "custom_diffusion", "Custom-Objects:CLIP Avg", "C-LoRA"] == "there is no AFQ of it"
+    assert "1197.14" in doubts["parameters", "ddim", "Stanford-Cars", "Ensemble"]
+    stored = {key for key in doubts if key[0] == "parameters"}
+    assert sum(key[2] == "ImageNet-1k" for key in stored) == 11 and not any(key[1] == "stylegan2" for key in stored)
+
+
+def test_costs_beside_the_papers(train, evaluate, tmp_path, cache):
+    run = train("a")
+    config = common.read_json(run / "config.json")
+    config["data"]["name"], config["tasks"] = "cifar10", [[0], [1]]
+    tables.write_costs({run: config}, tmp_path, tables.read_paper())
+    (row,) = common.read_csv(tmp_path / "cost.csv")
+    assert row["paper_parameters_millions"] == ""  # CIFAR-10 in two tasks has no costs in the paper
+    for t in (3, 4, 5):
+        shutil.copytree(run / "task2", run / f"task{t}")
+    config["tasks"] = [[c] for c in range(5)]
+    tables.write_costs({run: config}, tmp_path, tables.read_paper())
+    (row,) = common.read_csv(tmp_path / "cost.csv")
+    assert row["paper_parameters_millions"] == "37.20" and row["paper_hours"] == "3.17"
+    assert row["parameters_stored"] == str(config["parameters"])
+
+
+# ----------------------------------------------------------------------------------- another reference, a GAN
+
+
+def test_the_test_split_is_asked_for_only_if_wanted(train, evaluate, cache, monkeypatch):
+    run = train("a")
+    with pytest.raises(common.UserError, match="digits_0-3 has no test split here"):
+        evaluate("--reference", "test")
+    load = streams.load_data
+    half = []
+
+    def with_test(scenario, size, cache, read=True, split="train"):
+        half.append(split)
+        data = load(scenario, size, cache, read)
+        if split == "test":  # a quarter of the images of class 1 and all of class 0
+            keep = np.flatnonzero((data.labels != 1) | (np.cumsum(data.labels == 1) % 4 == 0))
+            data.images, data.labels, data.digest = data.images[keep], data.labels[keep], "of the test"
+        return data
+
+    monkeypatch.setattr(streams, "load_data", with_test)
+    first, _ = evaluate()
+    assert "test" not in half and {r["reference"] for r in first} == {"train"}
+    asked = []
+    sample = train_ddim.DDIM.sample
+    monkeypatch.setattr(
+        train_ddim.DDIM, "sample", lambda self, labels, seeds: asked.append(labels) or sample(self, labels, seeds)
+    )
+    both, _ = evaluate("--reference", "test")
+    assert [r["reference"] for r in both].count("test") == 3 and [r for r in both if r["reference"] == "train"] == first
+    rows = [r for r in common.read_csv(run / "quality.csv") if r["reference"] == "test" and r["task"] == "1"]
+    assert {r["reference_images"] for r in rows} == {"223"}  # 178 zeros and 45 ones
+    assert asked[0].count(1) == 3 and len(asked[0]) == 16  # labels in the proportion of the reference
+
+
+def test_a_run_without_sampler_steps():
+    args = em.parse_args(["runs", "--ddim_steps", "20", "--num_samples", "64"])
+    gan, ddim = ({"flags": {"preset": "S", **flags}} for flags in ({}, {"ddim_steps": 50}))
+    assert em.protocol_of(gan, args, "inception") == {
+        "extractor": "inception", "generated": "64", "reference": "train", "sampler_steps": "", "sampling_seed": "0",
+    }  # fmt: skip
+    assert em.protocol_of(ddim, args, "inception")["sampler_steps"] == "20"
+    assert em.protocol_of(ddim, em.parse_args(["runs"]), "inception")["sampler_steps"] == "50"
+    assert figures.picture_name(1, em.protocol_of(gan, args, "inception")) == "final_task1_n64_seed0.png"
+
+
+def test_a_score_says_how_it_was_made(train, evaluate, cache):
+    """The same seed gives the same rows, another one others; with and without the cached reference."""
+    run = train("a")
+    first, _ = evaluate()
+    scores = common.read_csv(run / "quality.csv")
+    (run / "quality.csv").unlink()
+    for folder in cache.glob("features/*"):
+        shutil.rmtree(folder)
+    assert evaluate()[0] == first and common.read_csv(run / "quality.csv") == scores
+    assert {r["metric"] for r in scores} == {"FID", "KID", "accuracy"} and len(scores) == 9
+    for key, value in {"generated": "16", "sampler_steps": "2", "sampling_seed": "0", "kept_steps": "6 6"}.items():
+        assert {r[key] for r in first} == {value}
+    evaluate("--sampling_seed", "5")
+    other = [r for r in common.read_csv(run / "quality.csv") if r["sampling_seed"] == "5"]
+    assert len(other) == 9
+    pairs = [(a["value"], b["value"]) for a, b in zip(other, scores, strict=True) if a["metric"] != "accuracy"]
+    assert all(a != b for a, b in pairs)
+
+
+def test_kid_is_that_of_the_samples(train, evaluate, cache):
+    run = train("a")
+    evaluate()
+    args = train_ddim.parse_args([*SMALL])
+    data = streams.load_data(streams.scenario(args.dataset), 8, cache)
+    learner, judge = train_ddim.DDIM(args, data, "cpu"), fid.Classifier(data, cache, "cpu")
+    learner.load(run / "task2")
+    x = judge.features(learner.sample([0, 1] * 8, common.sampling_seeds((0, 1, "report"), 16)))
+    y = judge.features(data.images[data.labels < 2])
+    k = [(a @ b.T / 64 + 1) ** 3 for a, b in ((x, x), (y, y), (x, y))]
+    n, m = len(x), len(y)
+    plain = (k[0].sum() - k[0].trace()) / n / (n - 1) + (k[1].sum() - k[1].trace()) / m / (m - 1) - 2 * k[2].mean()
+    found = [r["value"] for r in common.read_csv(run / "quality.csv")
+             if (r["metric"], r["trained_to"], r["task"]) == ("KID", "2", "1")]  # fmt: skip
+    assert float(found[0]) == pytest.approx(plain, rel=1e-4)
+
+
+def test_few_images_are_named(capsys):
+    common.note.cache_clear()
+    em.warn_of_few(2048, "generated images a task of cub")
+    assert capsys.readouterr().err == ""
+    em.warn_of_few(1198, "reference images in the smallest task of cub")
+    error = capsys.readouterr().err
+    assert "1198 reference images" in error and "2048" in error and "cub" in error

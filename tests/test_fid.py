@@ -7,11 +7,14 @@ import time
 import numpy as np
 import pytest
 import torch
+from conftest import SMALL
 from PIL import Image
 
 import common
+import eval_metrics
 import fid
 import streams
+import train_ddim
 from tables import number
 
 
@@ -138,36 +141,6 @@ def test_noise_is_far_and_the_data_are_near(cache):
 
 
 @pytest.fixture(scope="module")
-def weights(tmp_path_factory):
-    """Random weights in pytorch-fid's file format."""
-    from unittest.mock import patch
-
-    from pytorch_fid import inception
-
-    class Found(Exception):
-        pass
-
-    def keep(module, state, *args, **kwargs):
-        raise Found(module)
-
-    torch.manual_seed(0)
-    # pytorch-fid builds its network, and is about to fill it with the weights that it has downloaded
-    with (
-        patch.object(inception, "load_state_dict_from_url", lambda *a, **k: {}),
-        patch.object(torch.nn.Module, "load_state_dict", keep),
-        pytest.raises(Found) as found,
-    ):
-        inception.fid_inception_v3()
-    net = found.value.args[0]
-    for p in net.parameters():
-        if p.dim() == 4:  # so that the features have the size of the pictures' numbers
-            torch.nn.init.normal_(p, std=(2 / p[0].numel()) ** 0.5)
-    path = tmp_path_factory.mktemp("weights") / "random.pth"
-    torch.save(net.state_dict(), path)
-    return path
-
-
-@pytest.fixture(scope="module")
 def pictures(tmp_path_factory):
     """Two folders of 6 pictures, and their arrays."""
     folder, rng, arrays = tmp_path_factory.mktemp("pictures"), np.random.default_rng(0), {}
@@ -180,15 +153,15 @@ def pictures(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def inception(weights):
-    return fid.Inception("cpu", weights)
+def inception(inception_file):
+    return fid.Inception("cpu", inception_file)
 
 
-def test_inception_features_and_fid_are_those_of_pytorch_fid(inception, weights, pictures, monkeypatch):
+def test_inception_features_and_fid_are_those_of_pytorch_fid(inception, inception_file, pictures, monkeypatch):
     from pytorch_fid import fid_score
     from pytorch_fid import inception as published
 
-    monkeypatch.setattr(published, "load_state_dict_from_url", lambda *a, **k: torch.load(weights))
+    monkeypatch.setattr(published, "load_state_dict_from_url", lambda *a, **k: torch.load(inception_file))
     net = fid_score.InceptionV3([3])
     folder, arrays = pictures
     theirs = [fid_score.get_activations(sorted((folder / name).iterdir()), net, 4, 2048, "cpu", 0) for name in "ab"]
@@ -202,7 +175,7 @@ def test_inception_features_and_fid_are_those_of_pytorch_fid(inception, weights,
     assert score > 0.1
 
 
-def test_where_the_inception_weights_are(inception, weights, tmp_path, monkeypatch, capsys):
+def test_where_the_inception_weights_are(inception, inception_file, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(torch.hub, "_hub_dir", str(tmp_path))
     place = tmp_path / "checkpoints" / fid.INCEPTION_FILE
     for missing in (None, tmp_path / "mine.pth"):
@@ -212,16 +185,16 @@ def test_where_the_inception_weights_are(inception, weights, tmp_path, monkeypat
         for word in (str(missing or place), fid.INCEPTION_URL, "--inception_weights"):
             assert word in str(end.value)
     place.parent.mkdir()
-    shutil.copy(weights, place)
-    assert fid.inception_name() == fid.inception_name(weights) == inception.name  # by content
+    shutil.copy(inception_file, place)
+    assert fid.inception_name() == fid.inception_name(inception_file) == inception.name  # by content
     assert inception.name.startswith("inception-") and len(inception.name) == len("inception-") + 8
     monkeypatch.setattr(common, "file_sum", lambda path: "6726825d" + 56 * "0")
     place.touch()  # another time: read again
     assert fid.inception_name() == "inception"
 
 
-def test_weights_that_are_none(weights, tmp_path, capsys):
-    content = weights.read_bytes()
+def test_weights_that_are_none(inception_file, tmp_path, capsys):
+    content = inception_file.read_bytes()
     (tmp_path / "torn.pth").write_bytes(content[: len(content) // 2])
     (tmp_path / "text.pth").write_text("404: not found")
     torch.save({"a": torch.zeros(2)}, tmp_path / "other.pth")
@@ -334,3 +307,58 @@ def test_a_set_against_itself_through_the_cache(cache):
     for side in (cached, np.concatenate(cached)):
         value = distance(judge.features(data.images), side)
         assert 0 <= value < 1e-3 and not number(value).startswith("-")
+
+
+# ------------------------------------------------------------------------------ in training and in evaluation
+
+
+def test_best_checkpoint_by_inception_and_its_evaluation(train, inception, inception_file, tmp_path, cache, capsys):
+    rng = np.random.default_rng(0)
+    for name in "ab":
+        (tmp_path / "birds" / name).mkdir(parents=True)
+        for k in range(3):
+            image = rng.integers(0, 256, (8, 8, 3), dtype=np.uint8)
+            Image.fromarray(image).save(tmp_path / "birds" / name / f"{k}.png")
+    flags = ["--dataset", str(tmp_path / "birds"), "--select", "best", "--val_samples", "2", "--eval_every", "3"]
+    run = train("a", *flags, "--inception_weights", str(inception_file))
+    assert common.read_json(run / "config.json")["judge"] == inception.name
+    about = common.read_json(run / "task1" / "cost.json")
+    assert about["kept_step"] in (3, 6) and about["selection_score"] > 0
+    assert len([*cache.glob(f"features/{inception.name}-*-8-train/class*")]) == 2  # a class, for the task that has it
+    flags = ["--out", str(tmp_path / "results"), "--data", str(cache), "--num_samples", "3"]
+    with pytest.MonkeyPatch.context() as patch:
+        seen, features = [], fid.Inception.features
+        patch.setattr(fid.Inception, "features", lambda self, x: seen.append(len(x)) or features(self, x))
+        eval_metrics.main([str(tmp_path / "a"), *flags, "--inception_weights", str(inception_file)])
+    assert seen == [3, 3, 3]  # the generated ones of three cells: the reference is there already
+    rows = common.read_csv(run / "quality.csv")
+    assert [r["metric"] for r in rows] == ["FID", "KID"] * 3 and {r["extractor"] for r in rows} == {inception.name}
+    error = capsys.readouterr().err
+    assert "3 generated images a task of birds, under 2048" in error and "3 reference images in the smallest" in error
+    eval_metrics.main([str(tmp_path / "a"), *flags, "--inception_weights", str(inception_file), "--paper"])
+    # and by hand
+    args = train_ddim.parse_args([*SMALL, "--dataset", str(tmp_path / "birds")])
+    data = streams.load_data(streams.scenario(args.dataset), 8, cache)
+    learner = train_ddim.DDIM(args, data, "cpu")
+    learner.load(run / "task2")
+    images = learner.sample([1] * 3, common.sampling_seeds((0, 2, "report"), 3))
+    expected = distance(inception.features(images), inception.features(data.images[data.labels == 1]))
+    assert float(rows[-2]["value"]) == pytest.approx(expected, rel=1e-4)
+
+
+def test_without_weights_nothing_is_begun(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(torch.hub, "_hub_dir", str(tmp_path / "hub"))
+    for name in "ab":
+        (tmp_path / "birds" / name).mkdir(parents=True)
+        for k in range(2):
+            Image.new("RGB", (8, 8), (k, 0, 0)).save(tmp_path / "birds" / name / f"{k}.png")
+    flags = ["--dataset", str(tmp_path / "birds"), "--select", "best", "--out", str(tmp_path / "runs"), "--data",
+             str(tmp_path / "data")]  # fmt: skip
+    with pytest.raises(SystemExit) as end, common.one_line_errors():
+        train_ddim.train(train_ddim.parse_args(flags))
+    error = capsys.readouterr().err
+    assert end.value.code == 2 and error.count("\n") == 1
+    for word in (str(tmp_path / "hub" / "checkpoints" / fid.INCEPTION_FILE), fid.INCEPTION_URL, "--select last"):
+        assert word in error
+    assert [p.name for p in tmp_path.iterdir()] == ["birds"]  # before the pictures are prepared
+    train_ddim.train(train_ddim.parse_args([*flags, "--dry_run"]))
