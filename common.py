@@ -46,6 +46,11 @@ def fail(message, code=2):
     raise UserError(message, code)
 
 
+@functools.cache  # each note once
+def note(text):
+    print(f"note: {text}", file=sys.stderr, flush=True)
+
+
 @contextlib.contextmanager
 def one_line_errors():
     """Around a script: ends it with one line for a user's mistake, a full disk or Ctrl-C."""

@@ -36,8 +36,9 @@ from common import (
 from streams import DATASETS, picture_size, scenario
 
 LOG_EVERY = 10  # steps between two rows of log.csv; a row averages over them, so the device is asked once
-# Flags without influence on the result; order and seed stand in the folder's name.
-UNHASHED = ("out", "data", "device", "save_every", "dry_run", "order", "seed")
+# Flags without influence on the result; order and seed stand in the folder's name. --inception_weights says where a
+# file lies; what is in it, if it is not the published one, stands in config.json as the name of the judge.
+UNHASHED = ("out", "data", "device", "inception_weights", "save_every", "dry_run", "order", "seed")
 
 
 def training_parser(description):
@@ -87,6 +88,11 @@ def training_parser(description):
         "--select",
         choices=("best", "last"),
         help="keep a task's best checkpoint or its last one (default: best; tiny: last)",
+    )
+    add(
+        "--inception_weights",
+        help="pytorch-fid's weights file, by which --select best judges all but digits (default: where pytorch-fid "
+        "keeps it)",
     )
     add("--eval_every", type=whole(1), default=500, help="steps between two scores of --select best (default: 500)")
     add("--val_samples", type=whole(2), help="images sampled for such a score (default: the preset's)")
@@ -156,7 +162,7 @@ def run_folder(args, backbone):
 def code_hashes(script, method):
     """{file: short hash} of all code that a run's result can depend on."""
     modules = [c.__module__ for c in method_class(method).__mro__ if c.__module__.startswith("methods.")]
-    files = [Path(script).name, "common.py", "eval_metrics.py", "readers.py", "runfolder.py", "streams.py"]
+    files = [Path(script).name, "common.py", "fid.py", "readers.py", "runfolder.py", "streams.py"]
     files += [module.replace(".", "/") + ".py" for module in modules]
     return {f: hashlib.sha256((ROOT / f).read_bytes()).hexdigest()[:12] for f in files}
 

@@ -48,11 +48,12 @@ import math  # noqa: E402
 import time  # noqa: E402
 from typing import NamedTuple  # noqa: E402
 
+import numpy as np  # noqa: E402
 import torch  # noqa: E402
 from diffusers import DDIMScheduler, UNet2DModel  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
 
-import eval_metrics  # noqa: E402
+import fid  # noqa: E402
 
 
 class Phase(NamedTuple):
@@ -219,6 +220,9 @@ def train(args):
     script, run = __file__, runfolder.run_folder(args, "ddim")
     device = common.pick_device(args.device)
     scene = streams.scenario(args.dataset)
+    judging = fid.extractor_kind(args.dataset) if args.select == "best" and not args.dry_run else None
+    if judging == "inception":
+        fid.inception_weights(args.inception_weights)  # ends here if they are missing, before pictures are prepared
     data = streams.load_data(scene, args.size, args.data, read=not args.dry_run)
     tasks = streams.split(data, scene.order(args.order), args.tasks)
     Method = runfolder.method_class(args.method)
@@ -236,7 +240,7 @@ def train(args):
     learner = DDIM(args, data, device)
     method = Method(args, learner)
     parameters = sum(p.numel() for p in learner.unet.parameters())
-    judge = eval_metrics.Classifier(data, args.data, device) if args.select == "best" else None
+    judge = fid.extractor(judging, data, args.data, device, args.inception_weights) if judging else None
     config = runfolder.describe(args, script, data, tasks, device)
     config |= {"backbone": "ddim", "isolated": method.isolated, "parameters": parameters}
     config |= {"scheduler": dict(learner.scheduler.config), "judge": judge and judge.name}
@@ -260,8 +264,8 @@ def train(args):
             if judge:
                 val_labels = common.proportional_labels(data.labels[indices], args.val_samples)
                 val_seeds = common.sampling_seeds((args.seed, task.number, "selection"), args.val_samples)
-                reference = judge.features(data.images[indices])
-                reference = eval_metrics.with_root(eval_metrics.statistics(reference))
+                classes = np.unique(data.labels[indices])
+                reference = fid.with_root(fid.statistics(fid.reference_features(judge, data, classes, args.data)))
             start, best = 0, None
             cost = {"train": 0.0, "replay": 0.0, "importance": 0.0, "selection": 0.0}
             state = runfolder.resume_state(run, task.number)
@@ -320,7 +324,7 @@ def train(args):
                     bar.set_postfix(loss=row["loss_main"], refresh=False)
                 if score_now:
                     features = judge.features(learner.sample(val_labels, val_seeds))
-                    score = eval_metrics.frechet_distance(eval_metrics.statistics(features), reference)
+                    score = fid.frechet_distance(fid.statistics(features), reference)
                     if best is None or score < best["score"]:
                         best = {"score": score, "step": step + 1, "method": method.state_dict()}
                         best["nets"] = copy.deepcopy(states(learner.nets))

@@ -66,3 +66,33 @@ def script(tmp_path, cache):
         )
 
     return run
+
+
+@pytest.fixture(scope="session")
+def inception_file(tmp_path_factory):
+    """Random weights in pytorch-fid's file format."""
+    from unittest.mock import patch
+
+    from pytorch_fid import inception
+
+    class Found(Exception):
+        pass
+
+    def keep(module, state, *args, **kwargs):
+        raise Found(module)
+
+    torch.manual_seed(0)
+    # pytorch-fid builds its network, and is about to fill it with the weights that it has downloaded
+    with (
+        patch.object(inception, "load_state_dict_from_url", lambda *a, **k: {}),
+        patch.object(torch.nn.Module, "load_state_dict", keep),
+        pytest.raises(Found) as found,
+    ):
+        inception.fid_inception_v3()
+    net = found.value.args[0]
+    for p in net.parameters():
+        if p.dim() == 4:  # so that the features have the size of the pictures' numbers
+            torch.nn.init.normal_(p, std=(2 / p[0].numel()) ** 0.5)
+    path = tmp_path_factory.mktemp("weights") / "random.pth"
+    torch.save(net.state_dict(), path)
+    return path

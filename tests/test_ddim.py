@@ -235,10 +235,8 @@ def test_scoring_between_steps_changes_nothing(train, monkeypatch):
 
 def test_best_checkpoint_is_the_one_with_the_lowest_score(train, monkeypatch):
     scores = []
-    distance = train_ddim.eval_metrics.frechet_distance
-    monkeypatch.setattr(
-        train_ddim.eval_metrics, "frechet_distance", lambda *a: scores.append(distance(*a)) or scores[-1]
-    )
+    distance = train_ddim.fid.frechet_distance
+    monkeypatch.setattr(train_ddim.fid, "frechet_distance", lambda *a: scores.append(distance(*a)) or scores[-1])
     run = train("a", "--select", "best", "--lr", "0.02")
     assert len(scores) == 6
     for task in (1, 2):
@@ -250,8 +248,8 @@ def test_a_run_folder_says_what_made_it(train):
     run = train("a", "--method", "er")
     config = common.read_json(run / "config.json")
     assert config["flags"]["replay_size"] == 4 and config["isolated"] is False and config["threads"] >= 1
-    assert set(config["code"]) == {"train_ddim.py", "eval_metrics.py", "common.py", "readers.py", "runfolder.py",
-                                   "streams.py", "methods/er.py", "methods/ncl.py"}  # fmt: skip
+    assert set(config["code"]) == {"train_ddim.py", "common.py", "fid.py", "readers.py", "runfolder.py", "streams.py",
+                                   "methods/er.py", "methods/ncl.py"}  # fmt: skip
     assert config["tasks"] == [[0, 1], [2, 3]] and config["scheduler"]["num_train_timesteps"] == 1000
     assert (run / "task2" / "samples.png").exists() and not (run / "resume").exists()
     cost = common.read_json(run / "task2" / "cost.json")
@@ -286,8 +284,8 @@ def test_which_flags_make_another_run():
         return runfolder.run_folder(train_ddim.parse_args([*SMALL, *flags]), "ddim").name
 
     plain = name()
-    for flags in (["--device", "cpu"], ["--save_every", "7"], ["--data", "x"], ["--val_samples", "9"],
-                 ["--eval_every", "3"], ["--lr", "3e-3"], ["--tasks", "2"]):  # fmt: skip
+    for flags in (["--device", "cpu"], ["--inception_weights", "x"], ["--save_every", "7"], ["--data", "x"],
+                 ["--val_samples", "9"], ["--eval_every", "3"], ["--lr", "3e-3"], ["--tasks", "2"]):  # fmt: skip
         assert name(*flags) == plain, flags
     others = [["--lr", "1e-3"], ["--steps", "7"], ["--batch_size", "9"], ["--precision", "bf16"],
               ["--select", "best"], ["--ddim_steps", "4"], ["--memory_size", "6"], ["--replay_size", "3"],

@@ -1,4 +1,4 @@
-"""Scores against closed forms, pytorch-fid and hand-made matrices; the script twice over."""
+"""Scores against hand-made matrices; the script twice over."""
 
 import math
 import shutil
@@ -10,45 +10,11 @@ from conftest import SMALL
 
 import common
 import eval_metrics as em
+import fid
+import figures
 import streams
+import tables
 import train_ddim
-
-
-def test_frechet_distance_closed_forms():
-    rng = np.random.default_rng(0)
-    x = rng.normal(size=(500, 6))
-    reference = em.with_root(em.statistics(x))
-    assert 0 <= em.frechet_distance(em.statistics(x), reference) < 1e-9
-    assert em.frechet_distance(em.statistics(x + 3), reference) == pytest.approx(6 * 9)
-    doubled = np.square(x.mean(0)).sum() + np.trace(reference[1])  # (2-1)²|μ|² + (2-1)² tr C
-    assert em.frechet_distance(em.statistics(2 * x), reference) == pytest.approx(doubled)
-    a, b = ((np.zeros(3), np.diag(v)) for v in ([1.0, 4, 9], [4.0, 4, 1]))
-    assert em.frechet_distance(a, em.with_root(b)) == pytest.approx((1 - 2) ** 2 + 0 + (3 - 1) ** 2)
-
-
-def test_frechet_distance_is_that_of_pytorch_fid():
-    from pytorch_fid.fid_score import calculate_frechet_distance
-
-    rng = np.random.default_rng(1)
-    mix = rng.normal(size=(20, 20))
-    a, b = em.statistics(rng.normal(size=(300, 20))), em.statistics(rng.normal(size=(400, 20)) @ mix + 1)
-    ours = em.frechet_distance(a, em.with_root(b))
-    assert ours == pytest.approx(calculate_frechet_distance(*a, *b), rel=1e-6)
-    assert ours == pytest.approx(em.frechet_distance(b, em.with_root(a)), rel=1e-9)
-
-
-def test_fewer_images_than_dimensions():
-    """The exact value from the singular values of the product of the centred features."""
-    rng = np.random.default_rng(2)
-    x, y = rng.normal(size=(12, 64)), rng.normal(size=(9, 64)) + 0.2
-    u, v = x - x.mean(0), y - y.mean(0)
-    product = np.linalg.svd(u @ v.T, compute_uv=False).sum() / math.sqrt(11 * 8)
-    exact = ((x.mean(0) - y.mean(0)) ** 2).sum() + (u**2).sum() / 11 + (v**2).sum() / 8 - 2 * product
-    assert em.frechet_distance(em.statistics(x), em.with_root(em.statistics(y))) == pytest.approx(exact, rel=1e-6)
-    with pytest.raises(common.UserError, match="at least 2"):
-        em.statistics(x[:1])
-    with pytest.raises(common.UserError, match="not finite"):  # and never a perfect score
-        em.statistics(x * np.nan)
 
 
 def test_continual_metrics_by_hand():
@@ -58,65 +24,6 @@ def test_continual_metrics_by_hand():
     negated = em.continual_metrics([[-v for v in row] for row in rows], larger_is_better=True)
     assert negated[3] == 18 and negated[2] == -23
     assert em.continual_metrics([[5]], larger_is_better=False) == ([5], 5, 5, None)
-
-
-def test_conditional_accuracy_and_pixel_ranges(cache):
-    data = streams.load_data(streams.scenario("digits:0-3"), 8, cache)
-    judge = em.Classifier(data, cache, "cpu")
-    assert judge.held_out > 0.97
-    assert judge.accuracy(data.images, data.labels) > 0.98
-    assert judge.accuracy(data.images, (data.labels + 1) % 4) < 0.02  # swapped labels show
-    features = judge.features(data.images)
-    assert features.dtype == np.float64 and features.shape == (len(data.labels), 64)
-    assert features.var(0).sum() == pytest.approx(100, rel=1e-4)
-    assert abs(judge.features(data.images, batch=7) - features).max() < 1e-4
-    with pytest.raises(TypeError, match="uint8"):
-        judge.features(torch.rand(2, 3, 8, 8))
-    again = em.Classifier(data, cache, "cpu")
-    assert again.name == judge.name == em.Classifier.identity(cache, data.digest, data.classes)
-
-
-def test_noise_is_far_and_the_data_are_near(cache):
-    data = streams.load_data(streams.scenario("digits:0-3"), 8, cache)
-    judge = em.Classifier(data, cache, "cpu")
-    noise = np.random.default_rng(0).integers(0, 256, (200, 3, 8, 8), dtype=np.uint8)
-    reference = em.with_root(em.statistics(judge.features(data.images)))
-    assert em.frechet_distance(em.statistics(judge.features(noise)), reference) > 30
-    assert em.frechet_distance(em.statistics(judge.features(data.images[::2])), reference) < 2
-
-
-def test_inception_features_are_those_of_pytorch_fid(tmp_path, monkeypatch):
-    """Random weights in pytorch-fid's file format, found where pytorch-fid keeps its own."""
-    from pytorch_fid import fid_score, inception
-
-    monkeypatch.setattr(torch.hub, "_hub_dir", str(tmp_path))
-    with pytest.raises(common.UserError, match="no Inception weights"):
-        em.Inception("cpu")
-    torch.manual_seed(0)
-    monkeypatch.setattr(inception, "load_state_dict_from_url", lambda *a, **k: net.state_dict())
-    net = inception._inception_v3(num_classes=1008, aux_logits=False, weights=None)
-    for block, name in (("A", "Mixed_5b"), ("A", "Mixed_5c"), ("A", "Mixed_5d")):
-        setattr(net, name, inception.FIDInceptionA({"Mixed_5b": 192, "Mixed_5c": 256, "Mixed_5d": 288}[name],
-                                                   pool_features=32 if name == "Mixed_5b" else 64))  # fmt: skip
-        assert block
-    for name, channels in (("Mixed_6b", 128), ("Mixed_6c", 160), ("Mixed_6d", 160), ("Mixed_6e", 192)):
-        setattr(net, name, inception.FIDInceptionC(768, channels_7x7=channels))
-    net.Mixed_7b, net.Mixed_7c = inception.FIDInceptionE_1(1280), inception.FIDInceptionE_2(2048)
-    (tmp_path / "checkpoints").mkdir()
-    torch.save(net.state_dict(), tmp_path / "checkpoints" / em.INCEPTION_FILE)
-    monkeypatch.undo()
-    monkeypatch.setattr(torch.hub, "_hub_dir", str(tmp_path))
-
-    from PIL import Image
-
-    images = np.random.default_rng(0).integers(0, 256, (6, 3, 32, 32), dtype=np.uint8)
-    paths = []
-    for k, image in enumerate(images):
-        Image.fromarray(image.transpose(1, 2, 0)).save(tmp_path / f"{k}.png")
-        paths.append(tmp_path / f"{k}.png")
-    ours = em.Inception("cpu")
-    theirs = fid_score.get_activations(paths, ours.net, batch_size=6, dims=2048, device="cpu", num_workers=0)
-    assert abs(ours.features(images, batch=4) - theirs).max() < 1e-5
 
 
 # ---------------------------------------------------------------------------------------------- the script
@@ -138,7 +45,7 @@ def test_evaluation_twice(train, evaluate, tmp_path, monkeypatch):
     for name in ("table_AFQ.md", "table_AIQ.csv", "table_FR.md", "cost.csv", "AQ_digits_0-3_ddim.png",
                  "quality_matrix_digits_0-3_ddim.png", "samples_digits_0-3_ddim.png"):  # fmt: skip
         assert (tmp_path / "results" / name).stat().st_size > 0
-    assert len(first) == 6 and {r["variant"] for r in first} == {"ncl", "er", "ensemble"}
+    assert len(first) == 9 and {r["variant"] for r in first} == {"ncl", "er", "ensemble"}
     assert all(float(r["FR"]) == 0 for r in first if r["variant"] == "ensemble")
     assert (tmp_path / "results" / "table_AFQ.md").read_text().strip() in shown
     scores = common.read_csv(runs[0] / "quality.csv")
@@ -151,7 +58,14 @@ def test_evaluation_twice(train, evaluate, tmp_path, monkeypatch):
     row = next(r for r in first if r["variant"] == "ncl" and r["metric"] == "FID")
     assert float(row["AFQ"]) == pytest.approx((m["2", "1"] + m["2", "2"]) / 2, rel=1e-4)
     assert float(row["FR"]) == pytest.approx(m["2", "1"] - m["1", "1"], rel=1e-3)
-    assert [r["task"] for r in common.read_csv(runs[2] / "quality.csv")] == ["1", "1", "2", "2"]  # once a task
+    assert [r["task"] for r in common.read_csv(runs[2] / "quality.csv")] == [
+        "1",
+        "1",
+        "1",
+        "2",
+        "2",
+        "2",
+    ]  # once a task
 
     with monkeypatch.context() as patch:  # the second time nothing is sampled
         patch.setattr(em, "score", None)
@@ -189,16 +103,16 @@ def test_unfinished_runs_are_scored_but_stay_out_of_the_tables(train, evaluate, 
     run, other = train("a"), train("a", "--method", "er")
     (run / "DONE").unlink()
     rows, _ = evaluate()
-    assert {r["variant"] for r in rows} == {"er"} and len(common.read_csv(run / "quality.csv")) == 6
+    assert {r["variant"] for r in rows} == {"er"} and len(common.read_csv(run / "quality.csv")) == 9
     assert other
 
 
 def test_pictures_without_inception_weights(train, tmp_path, cache, monkeypatch, capsys):
     train("a")
     monkeypatch.setattr(torch.hub, "_hub_dir", str(tmp_path))
-    with pytest.raises(common.UserError, match=r"could not be scored.*put https://github\.com/mseitzer") as end:
+    with pytest.raises(common.UserError, match=r"could not be scored.*https://github\.com/mseitzer") as end:
         em.main([str(tmp_path / "a"), "--data", str(cache), "--extractor", "inception", "--out", str(tmp_path / "r")])
-    assert end.value.code == 2 and em.INCEPTION_URL in capsys.readouterr().err and not (tmp_path / "r").exists()
+    assert end.value.code == 2 and fid.INCEPTION_URL in capsys.readouterr().err and not (tmp_path / "r").exists()
 
 
 def test_a_cell_is_the_model_after_t_asked_for_the_classes_of_i(train, evaluate, cache):
@@ -206,11 +120,11 @@ def test_a_cell_is_the_model_after_t_asked_for_the_classes_of_i(train, evaluate,
     evaluate()
     args = train_ddim.parse_args([*SMALL])
     data = streams.load_data(streams.scenario(args.dataset), 8, cache)
-    learner, judge = train_ddim.DDIM(args, data, "cpu"), em.Classifier(data, cache, "cpu")
+    learner, judge = train_ddim.DDIM(args, data, "cpu"), fid.Classifier(data, cache, "cpu")
     learner.load(run / "task2")
     images = learner.sample([0, 1] * 8, common.sampling_seeds((0, 1, "report"), 16))
-    reference = em.with_root(em.statistics(judge.features(data.images[data.labels < 2])))
-    expected = em.frechet_distance(em.statistics(judge.features(images)), reference)
+    reference = fid.with_root(fid.statistics(judge.features(data.images[data.labels < 2])))
+    expected = fid.frechet_distance(fid.statistics(judge.features(images)), reference)
     found = {(r["trained_to"], r["task"]): float(r["value"]) for r in common.read_csv(run / "quality.csv")
              if r["metric"] == "FID"}  # fmt: skip
     assert found["2", "1"] == pytest.approx(expected, rel=1e-4) and found["1", "1"] != found["2", "1"]
@@ -238,7 +152,10 @@ def test_one_broken_run_does_not_keep_the_others_from_the_table(train, evaluate,
     assert not (torn / "DONE").exists() and (good / "DONE").exists()
     train("a", "--method", "er")  # the training command repairs it
     (odd / "config.json").unlink()
-    assert [r for r in evaluate()[0] if r["variant"] != "ensemble"] == [r for r in rows if r["variant"] != "ensemble"]
+    rows, after = (
+        [r | {"kept_steps": ""} for r in some if r["variant"] != "ensemble"] for some in (rows, evaluate()[0])
+    )  # which stood in the cost.json that was damaged
+    assert after == rows
 
 
 def test_a_damaged_classifier_is_trained_again(train, evaluate, cache, tmp_path, monkeypatch):
@@ -269,15 +186,219 @@ def test_two_names_for_the_same_images_share_a_classifier(train, evaluate, tmp_p
     for name in ("digits:0-9", "digits"):
         train("a", "--dataset", name, "--tasks", "2", "--steps", "2")
     rows, _ = evaluate()
-    assert {r["dataset"] for r in rows} == {"digits"} and len(rows) == 2  # one spelling, one run
+    assert {r["dataset"] for r in rows} == {"digits"} and len(rows) == 3  # one spelling, one run
 
 
-def test_which_features_are_the_default():
-    def config(dataset):
-        return {"flags": {"dataset": dataset}}
+# -------------------------------------------------------------------------------- tables, from made-up records
 
-    assert (
-        em.extractor_kind(config("digits:0-4"), "auto") == em.extractor_kind(config("digits"), "auto") == "classifier"
+
+def record(**changes):
+    """What `summarise` says of a run, with an AFQ of 10."""
+    name, method = changes.get("dataset", "cifar10"), changes.get("method", "ncl")
+    flags = {"method": method, "memory_size": 200, "select": "last", "dataset": name, "order": 1, "seed": 1}
+    flags |= changes.pop("flags", {})
+    config = {"flags": flags, "data": {"name": name}, "tasks": [[0]] * changes.pop("tasks", 5), "backbone": "ddim"}
+    config["backbone"] = changes.get("backbone", "ddim")
+    made = {"config": config, "dataset": name, "backbone": "ddim", "method": method, "variant": method, "metric": "FID"}
+    made |= {"extractor": "inception", "generated": "2048", "reference": "train", "sampler_steps": "50"}
+    return made | {"sampling_seed": "0", "AFQ": 10.0, "AIQ": 20.0, "FR": None} | changes
+
+
+def test_five_orders_and_one_task(tmp_path):
+    values = [10.0, 12.0, 11.0, 15.0, 17.0]
+    records = [record(AFQ=v) for v in values]
+    texts = tables.write_tables(records, tmp_path)
+    (row,) = common.read_csv(tmp_path / "table_AFQ.csv")
+    assert float(row["mean"]) == 13 and row["n"] == "5"
+    assert float(row["std"]) == pytest.approx(math.sqrt(sum((v - 13) ** 2 for v in values) / 4), rel=1e-5)
+    assert "| ncl | 13.00 ± 2.92 (5) |" in texts["AFQ"] and not any("paper" in key for key in row)
+    (row,) = common.read_csv(tmp_path / "table_FR.csv")  # of one task there is none
+    assert (row["mean"], row["std"], row["n"]) == ("", "", "0") and "| ncl | – |" in texts["FR"]
+
+
+def test_what_never_shares_a_table(tmp_path):
+    plain = record()
+    for key, value in (("generated", "256"), ("extractor", "inception-0a1b2c3d"), ("extractor", "classifier-0a1b2c3d"),
+                       ("sampler_steps", "20"), ("sampling_seed", "1"), ("reference", "test"), ("metric", "KID"),
+                       ("backbone", "stylegan2")):  # fmt: skip
+        texts = tables.write_tables([plain, record(AFQ=30.0, **{key: value})], tmp_path)
+        assert texts["AFQ"].count("| method |") == 2 and "20.00" not in texts["AFQ"], key
+        assert [float(r["mean"]) for r in common.read_csv(tmp_path / "table_AFQ.csv")] in ([10, 30], [30, 10])
+    # classifiers differ by data set; their columns stand side by side
+    texts = tables.write_tables(
+        [record(extractor="classifier-00000001"), record(extractor="classifier-00000002", dataset="mnist")], tmp_path
     )
-    assert em.extractor_kind(config("/pictures/digits_photos"), "auto") == "inception"
-    assert em.extractor_kind(config("digits"), "inception") == "inception"
+    assert texts["AFQ"].count("| method |") == 1 and "| ncl | 10.00 (1) | 10.00 (1) |" in texts["AFQ"]
+
+
+def test_two_strengths_are_two_rows(tmp_path):
+    records = [record(method="ewc", flags={"ewc_weight": w, "order": o}) for w in (1.0, 10.0) for o in (1, 2)]
+    em.name_variants(records)
+    texts = tables.write_tables(records, tmp_path)
+    assert "| ewc (ewc_weight=1.0) | 10.00 ± 0.00 (2) |" in texts["AFQ"]
+    assert "| ewc (ewc_weight=10.0) | 10.00 ± 0.00 (2) |" in texts["AFQ"]
+
+
+def test_the_papers_numbers(tmp_path):
+    paper = tables.read_paper()
+    records = [record(method="clora", AIQ=55.0), record(method="ncl"), record(method="noncl", dataset="digits")]
+    records += [record(method="clora", dataset="mnist"), record(method="gr", dataset="imagenet64", tasks=20)]
+    texts = tables.write_tables(records, tmp_path, paper)
+    lines = {line.split(" | ")[0].strip("| "): line for line in texts["AIQ"].splitlines() if line.startswith("|")}
+    assert lines["method"] == (
+        "| method | cifar10 | cifar10, paper | digits | digits, paper | imagenet64 | imagenet64, paper | mnist | "
+        "mnist, paper |"
+    )
+    assert lines["clora"].startswith("| clora | 55.00 (1) | 173.43 ± 45.28 †1 |")
+    assert lines["clora"].endswith("| 20.00 (1) | 140.51 ± 4.74 †2 |")
+    assert lines["ncl"].startswith("| ncl | 20.00 (1) | 108.19 ± 15.02 |") and "NA" not in lines["gr"]
+    assert "†1 cannot be: with isolated weights AIQ is at most (1 + 1/2 + … + 1/5) · AFQ = 137.25" in texts["AIQ"]
+    assert "= 21.58" in texts["AIQ"] and "†" not in texts["AFQ"]
+    rows = {(r["method"], r["dataset"]): r for r in common.read_csv(tmp_path / "table_AIQ.csv")}
+    assert rows["clora", "cifar10"]["paper_mean"] == "173.43" and rows["clora", "cifar10"]["paper_std"] == "45.28"
+    assert "isolated" in rows["clora", "cifar10"]["paper_doubt"] and not rows["ncl", "cifar10"]["paper_doubt"]
+    assert rows["noncl", "digits"]["paper_mean"] == "" == rows["ncl", "mnist"]["paper_mean"]
+    # other features than the paper's: no number of it stands beside them
+    texts = tables.write_tables([record(extractor="classifier-00000001")], tmp_path, paper)
+    assert "cifar10, paper" not in texts["AFQ"] and "nothing for this" in texts["AFQ"]
+
+
+def test_which_setting_of_the_paper_a_run_is():
+    def key(steps="50", **changes):
+        return tables.paper_key(record(**changes)["config"], steps)
+
+    assert key() == ("ddim", "CIFAR-10", "NCL") == key(steps="")
+    assert key(tasks=10) == ("ddim", "CIFAR-10:tasks=10", "NCL") and key(steps="100")[1] == "CIFAR-10:ddim_steps=100"
+    assert key(method="er", flags={"memory_size": 20})[1] == "CIFAR-10:memory=20"
+    assert key(method="ncl", flags={"memory_size": 20})[1] == "CIFAR-10"  # has none
+    assert key(method="er", dataset="imagenet64", tasks=20, flags={"memory_size": 5000})[1] == "ImageNet-1k"
+    assert key(tasks=10, steps="100") not in {k[1:] for k in tables.read_paper()}
+    assert key(dataset="digits") is None is key(method="mine")
+    paper = tables.read_paper()
+    assert paper["AFQ", *key(tasks=10)]["mean"] == "153.32"
+    assert paper["FR", *key(method="er", flags={"memory_size": 20})]["mean"] == "96.58"
+
+
+def test_cells_of_the_paper_that_cannot_be_true():
+    paper = tables.read_paper()
+    doubts = {key: cell["doubt"] for key, cell in paper.items() if cell["doubt"]}
+    fid_cells = {key for key in doubts if key[0] in ("AFQ", "AIQ", "FR") and key[1] in ("ddim", "stylegan2")}
+    lora = [("AIQ", "ddim", d, "C-LoRA") for d in ("MNIST", "Fashion-MNIST", "CIFAR-10", "Oxford-Flowers",
+                                                   "CIFAR-10:ddim_steps=50", "CIFAR-10:tasks=5")]  # fmt: skip
+    forgets = [("FR", "ddim", f"CIFAR-10:tasks={t}", "C-LoRA") for t in (2, 5, 10)]
+    others = [("FR", "ddim", "MNIST", "A-GEM"), ("AIQ", "ddim", "ImageNet-1k", "A-GEM"),
+              ("FR", "stylegan2", "ImageNet-1k", "Ensemble")]  # fmt: skip
+    assert fid_cells == {*lora, *forgets, *others}
+    assert "5/4 · AFQ = 107.85" in doubts["FR", "ddim", "MNIST", "A-GEM"]
+    assert "repeats the FR" in doubts["AIQ", "ddim", "ImageNet-1k", "A-GEM"]
+    zeros = {key for key in doubts if key[0] == "AIQ" and key[1] in ("dreambooth", "custom_diffusion")}
+    assert len(zeros) == 6 and all(paper[key]["mean"] == "0" for key in zeros)
+    assert doubts["FR", "custom_diffusion", "Custom-Objects:CLIP Avg", "C-LoRA"] == "there is no AFQ of it"
+    assert "1197.14" in doubts["parameters", "ddim", "Stanford-Cars", "Ensemble"]
+    stored = {key for key in doubts if key[0] == "parameters"}
+    assert sum(key[2] == "ImageNet-1k" for key in stored) == 11 and not any(key[1] == "stylegan2" for key in stored)
+
+
+def test_costs_beside_the_papers(train, evaluate, tmp_path, cache):
+    run = train("a")
+    config = common.read_json(run / "config.json")
+    config["data"]["name"], config["tasks"] = "cifar10", [[0], [1]]
+    tables.write_costs({run: config}, tmp_path, tables.read_paper())
+    (row,) = common.read_csv(tmp_path / "cost.csv")
+    assert row["paper_parameters_millions"] == ""  # CIFAR-10 in two tasks has no costs in the paper
+    for t in (3, 4, 5):
+        shutil.copytree(run / "task2", run / f"task{t}")
+    config["tasks"] = [[c] for c in range(5)]
+    tables.write_costs({run: config}, tmp_path, tables.read_paper())
+    (row,) = common.read_csv(tmp_path / "cost.csv")
+    assert row["paper_parameters_millions"] == "37.20" and row["paper_hours"] == "3.17"
+    assert row["parameters_stored"] == str(config["parameters"])
+
+
+# ----------------------------------------------------------------------------------- another reference, a GAN
+
+
+def test_the_test_split_is_asked_for_only_if_wanted(train, evaluate, cache, monkeypatch):
+    run = train("a")
+    with pytest.raises(common.UserError, match="digits_0-3 has no test split here"):
+        evaluate("--reference", "test")
+    load = streams.load_data
+    half = []
+
+    def with_test(scenario, size, cache, read=True, split="train"):
+        half.append(split)
+        data = load(scenario, size, cache, read)
+        if split == "test":  # a quarter of the images of class 1 and all of class 0
+            keep = np.flatnonzero((data.labels != 1) | (np.cumsum(data.labels == 1) % 4 == 0))
+            data.images, data.labels, data.digest = data.images[keep], data.labels[keep], "of the test"
+        return data
+
+    monkeypatch.setattr(streams, "load_data", with_test)
+    first, _ = evaluate()
+    assert "test" not in half and {r["reference"] for r in first} == {"train"}
+    asked = []
+    sample = train_ddim.DDIM.sample
+    monkeypatch.setattr(
+        train_ddim.DDIM, "sample", lambda self, labels, seeds: asked.append(labels) or sample(self, labels, seeds)
+    )
+    both, _ = evaluate("--reference", "test")
+    assert [r["reference"] for r in both].count("test") == 3 and [r for r in both if r["reference"] == "train"] == first
+    rows = [r for r in common.read_csv(run / "quality.csv") if r["reference"] == "test" and r["task"] == "1"]
+    assert {r["reference_images"] for r in rows} == {"223"}  # 178 zeros and 45 ones
+    assert asked[0].count(1) == 3 and len(asked[0]) == 16  # labels in the proportion of the reference
+
+
+def test_a_run_without_sampler_steps():
+    args = em.parse_args(["runs", "--ddim_steps", "20", "--num_samples", "64"])
+    gan, ddim = ({"flags": {"preset": "S", **flags}} for flags in ({}, {"ddim_steps": 50}))
+    assert em.protocol_of(gan, args, "inception") == {
+        "extractor": "inception", "generated": "64", "reference": "train", "sampler_steps": "", "sampling_seed": "0",
+    }  # fmt: skip
+    assert em.protocol_of(ddim, args, "inception")["sampler_steps"] == "20"
+    assert em.protocol_of(ddim, em.parse_args(["runs"]), "inception")["sampler_steps"] == "50"
+    assert figures.picture_name(1, em.protocol_of(gan, args, "inception")) == "final_task1_n64_seed0.png"
+
+
+def test_a_score_says_how_it_was_made(train, evaluate, cache):
+    """The same seed gives the same rows, another one others; with and without the cached reference."""
+    run = train("a")
+    first, _ = evaluate()
+    scores = common.read_csv(run / "quality.csv")
+    (run / "quality.csv").unlink()
+    for folder in cache.glob("features/*"):
+        shutil.rmtree(folder)
+    assert evaluate()[0] == first and common.read_csv(run / "quality.csv") == scores
+    assert {r["metric"] for r in scores} == {"FID", "KID", "accuracy"} and len(scores) == 9
+    for key, value in {"generated": "16", "sampler_steps": "2", "sampling_seed": "0", "kept_steps": "6 6"}.items():
+        assert {r[key] for r in first} == {value}
+    evaluate("--sampling_seed", "5")
+    other = [r for r in common.read_csv(run / "quality.csv") if r["sampling_seed"] == "5"]
+    assert len(other) == 9
+    pairs = [(a["value"], b["value"]) for a, b in zip(other, scores, strict=True) if a["metric"] != "accuracy"]
+    assert all(a != b for a, b in pairs)
+
+
+def test_kid_is_that_of_the_samples(train, evaluate, cache):
+    run = train("a")
+    evaluate()
+    args = train_ddim.parse_args([*SMALL])
+    data = streams.load_data(streams.scenario(args.dataset), 8, cache)
+    learner, judge = train_ddim.DDIM(args, data, "cpu"), fid.Classifier(data, cache, "cpu")
+    learner.load(run / "task2")
+    x = judge.features(learner.sample([0, 1] * 8, common.sampling_seeds((0, 1, "report"), 16)))
+    y = judge.features(data.images[data.labels < 2])
+    k = [(a @ b.T / 64 + 1) ** 3 for a, b in ((x, x), (y, y), (x, y))]
+    n, m = len(x), len(y)
+    plain = (k[0].sum() - k[0].trace()) / n / (n - 1) + (k[1].sum() - k[1].trace()) / m / (m - 1) - 2 * k[2].mean()
+    found = [r["value"] for r in common.read_csv(run / "quality.csv")
+             if (r["metric"], r["trained_to"], r["task"]) == ("KID", "2", "1")]  # fmt: skip
+    assert float(found[0]) == pytest.approx(plain, rel=1e-4)
+
+
+def test_few_images_are_named(capsys):
+    common.note.cache_clear()
+    em.warn_of_few(2048, "generated images a task of cub")
+    assert capsys.readouterr().err == ""
+    em.warn_of_few(1198, "reference images in the smallest task of cub")
+    error = capsys.readouterr().err
+    assert "1198 reference images" in error and "2048" in error and "cub" in error
