@@ -4,6 +4,7 @@
 #   bash run_all.sh                  the quick benchmark on scikit-learn's digits, then its evaluation
 #   bash run_all.sh digits_ddim      all twelve methods on the digits
 #   bash run_all.sh strengths        two tasks of digits, each penalty over the eight strengths of its `search`
+#   bash run_all.sh paper            the label-conditioned benchmark on DDIM: seven data sets, five orders (GPU-months)
 #   bash run_all.sh --list quick     print the training commands of a profile, one a line, and run nothing
 #   ORDERS="1 2 3 4 5" bash run_all.sh quick     other class orders; the seed is the number of the order
 #
@@ -40,13 +41,27 @@ for method in ('kd', 'l2', 'ewc', 'si', 'mas'):
         print(f'$train --method {method} --{method}_weight {value}')"
 }
 
+paper() {  # order 1 of the small data sets comes first; ImageNet has one order, as in the paper
+    for order in 1 2 3 4 5; do
+        for dataset in mnist fashion cifar10 flowers cub cars; do
+            for method in ncl er noncl ensemble clora l2 ewc si mas kd agem gr; do
+                echo "$PYTHON train_ddim.py --dataset $dataset --method $method --order $order --seed $order"
+            done
+        done
+    done
+    for method in ncl er ensemble clora l2 ewc si mas kd agem gr noncl; do
+        echo "$PYTHON train_ddim.py --dataset imagenet64 --method $method --order 1 --seed 1"
+    done
+}
+
 list=""
 if [ "${1:-}" = --list ]; then list=yes; shift; fi
 profile=${1:-quick}
 case $profile in
     quick | digits_ddim) runs=runs/digits results=results ;;
+    paper) runs=runs results="results --paper" JOBS=${JOBS:-1} ;;  # one GPU: one run at a time
     strengths) runs=runs/strengths results=results/strengths ;;
-    *) echo "error: unknown profile '$profile': choose quick, digits_ddim or strengths" >&2; exit 2 ;;
+    *) echo "error: unknown profile '$profile': choose quick, digits_ddim, strengths or paper" >&2; exit 2 ;;
 esac
 if [ -n "$list" ]; then "$profile"; exit; fi
 
@@ -61,5 +76,5 @@ else
     while read -r command; do $command </dev/null; done < <("$profile")
 fi
 unset OMP_NUM_THREADS  # scoring is one process and may use all cores: threads change its samples in the last bits only
-$PYTHON eval_metrics.py "$runs" --out "$results"
+$PYTHON eval_metrics.py "$runs" --out $results
 [ "$profile" != strengths ] || $PYTHON docs/strengths.py "$runs" --out "$results/strengths.png"

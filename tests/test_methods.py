@@ -423,7 +423,7 @@ def test_end_task_comes_after_the_best_weights_and_state_are_back(train, monkeyp
     monkeypatch.setattr(si, "after_step", spy_step)
     monkeypatch.setattr(si, "end_task", spy_end)
     scores = iter([3.0, 1.0, 2.0, 3.0, 1.0, 2.0])  # the middle one of three is kept
-    monkeypatch.setattr(train_ddim.eval_metrics, "frechet_distance", lambda *_: next(scores))
+    monkeypatch.setattr(train_ddim.fid, "frechet_distance", lambda *_: next(scores))
     run = train("a", "--method", "si", "--select", "best")
     assert common.read_json(run / "task1" / "cost.json")["kept_step"] == 4
     for task in (0, 1):
