@@ -222,7 +222,7 @@ def train(args):
     scene = streams.scenario(args.dataset)
     judging = fid.extractor_kind(args.dataset) if args.select == "best" and not args.dry_run else None
     if judging == "inception":
-        fid.inception_weights(args.inception_weights)  # ends here if they are missing, before pictures are prepared
+        fid.inception_weights(args.inception_weights)  # ends here if they are missing
     data = streams.load_data(scene, args.size, args.data, read=not args.dry_run)
     tasks = streams.split(data, scene.order(args.order), args.tasks)
     Method = runfolder.method_class(args.method)
