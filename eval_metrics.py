@@ -17,7 +17,6 @@ From top to bottom: scoring · summary · flags.
 
 import argparse
 import importlib
-import inspect
 import io
 import json
 import math
@@ -127,15 +126,6 @@ def extractor_name(kind, config, args):
         return kind
 
 
-def load_split(dataset, size, args, split):
-    scene = streams.scenario(dataset)
-    if split == "train":
-        return streams.load_data(scene, size, args.data)
-    if "split" not in inspect.signature(streams.load_data).parameters:
-        common.fail(f"{scene.name} has no test split here: use --reference train")
-    return streams.load_data(scene, size, args.data, split=split)
-
-
 def score_what_is_missing(run, config, args, datas, extractors, references):
     """datas, extractors, references: caches, shared by the runs on the same images."""
     flags = config["flags"]
@@ -147,7 +137,7 @@ def score_what_is_missing(run, config, args, datas, extractors, references):
         fid.inception_weights(args.inception_weights)  # ends here if they are missing, before pictures are prepared
     for split in {args.reference, "train"}:
         if (scene := (flags["dataset"], flags["size"], split)) not in datas:
-            datas[scene] = load_split(*scene[:2], args, split)
+            datas[scene] = streams.load_data(streams.scenario(scene[0]), scene[1], args.data, split=split)
     data, reference = (datas[flags["dataset"], flags["size"], split] for split in ("train", args.reference))
     if config["data"]["digest"] != data.digest or reference.classes != data.classes:
         common.fail(f"{run} was trained on other pictures than {flags['dataset']} holds now")

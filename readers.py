@@ -189,21 +189,21 @@ def load_mat(path):
 # ------------------------------------------------------------------------------------------------ readers
 
 
-def mnist(folder):
-    """60,000 hand-written digits, 28², gray: two idx files, unpacked or not, as torchvision keeps them."""
-    return idx_files("mnist", folder, "MNIST")
+def mnist(folder, split="train"):
+    """60,000 hand-written digits, 28², gray (test: 10,000): two idx files, unpacked or not, as torchvision has them."""
+    return idx_files("mnist", folder, "MNIST", split)
 
 
-def fashion(folder):
-    """60,000 products, 28², gray; the format of MNIST."""
-    return idx_files("fashion", folder, "FashionMNIST")
+def fashion(folder, split="train"):
+    """60,000 products, 28², gray (test: 10,000); the format of MNIST."""
+    return idx_files("fashion", folder, "FashionMNIST", split)
 
 
-def idx_files(name, folder, published):
+def idx_files(name, folder, published, split):
     import torchvision
 
     published = getattr(torchvision.datasets, published)
-    files = dict(published.resources[:2])  # training images, training labels
+    files = dict(published.resources[:2] if split == "train" else published.resources[2:])  # images, labels
     arrays, damaged = {}, None
     for file in files:
         unpacked = folder / file.removesuffix(".gz")
@@ -227,17 +227,18 @@ def idx_array(content):
     return values.reshape(shape) if values.size == math.prod(shape) else None
 
 
-def cifar10(folder):
-    """50,000 photographs, 32², RGB in planes: five pickles of Python 2, and batches.meta with the class names."""
+def cifar10(folder, split="train"):
+    """50,000 photographs, 32², RGB in planes: five pickles of Python 2 (test: one, 10,000), and batches.meta."""
     from torchvision.datasets import CIFAR10
 
-    files = dict([*CIFAR10.train_list, (CIFAR10.meta["filename"], CIFAR10.meta["md5"])])
+    parts = CIFAR10.train_list if split == "train" else CIFAR10.test_list
+    files = dict([*parts, (CIFAR10.meta["filename"], CIFAR10.meta["md5"])])
     broken = [folder / file for file, md5 in files.items() if not is_whole(folder / file, md5)]
     if broken:
         damaged = next((path for path in broken if path.exists()), None)
         fetch(folder.parent, {CIFAR10.filename: (CIFAR10.tgz_md5, [CIFAR10.url])}, damaged)
         unpack(folder.parent / CIFAR10.filename, folder)
-    batches = [unpickle(folder / file) for file, _ in CIFAR10.train_list]
+    batches = [unpickle(folder / file) for file, _ in parts]
     images = np.concatenate([batch["data"] for batch in batches]).reshape(-1, 3, 32, 32)
     labels = np.concatenate([batch["labels"] for batch in batches]).astype(np.int64)
     names = [name.decode() for name in unpickle(folder / CIFAR10.meta["filename"])["label_names"]]
@@ -356,16 +357,17 @@ def part_of_imagenet(path, key):
 
 # name -> what is known before anything is read.
 #   classes, tasks, preset (of the training scripts), orders (entry of reference/class_orders.json)
-#   images: size of the training set as CLoG's table 1 counts it, which the files must have
+#   images (test): size of the training set as CLoG's table 1 counts it, which the files must have
 #   published: classes in the files, where the benchmark drops the last ones
 #   folder: where the files lie within --data
 DATASETS = {
     "digits": dict(classes=10, tasks=5, preset="tiny", orders="ten"),  # embedded in scikit-learn
-    "mnist": dict(classes=10, tasks=5, preset="S", orders="ten", images=60_000, folder="MNIST/raw", read=mnist),
-    "fashion": dict(classes=10, tasks=5, preset="S", orders="ten", images=60_000, folder="FashionMNIST/raw",
-                    read=fashion),
-    "cifar10": dict(classes=10, tasks=5, preset="S", orders="ten", images=50_000, folder="cifar-10-batches-py",
-                    read=cifar10),
+    "mnist": dict(classes=10, tasks=5, preset="S", orders="ten", images=60_000, test=10_000,
+                  folder="MNIST/raw", read=mnist),
+    "fashion": dict(classes=10, tasks=5, preset="S", orders="ten", images=60_000, test=10_000,
+                    folder="FashionMNIST/raw", read=fashion),
+    "cifar10": dict(classes=10, tasks=5, preset="S", orders="ten", images=50_000, test=10_000,
+                    folder="cifar-10-batches-py", read=cifar10),
     "imagenet64": dict(classes=1000, tasks=20, preset="M", orders="imagenet", images=1_281_167, folder="imagenet64",
                        read=imagenet64),
     "flowers": dict(classes=100, published=102, tasks=5, preset="L", orders="flowers", images=7_169,

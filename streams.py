@@ -196,18 +196,22 @@ def squash(images, size):
 # ------------------------------------------------------------------------------------------------ loading
 
 
-def load_data(scenario, size, cache, read=True):
+def load_data(scenario, size, cache, read=True, split="train"):
     """The scenario's images at `size` × `size`; `read=False` leaves the images out (dry run).
 
-    cache: the folder of --data. UserError if the data are neither there nor to be had.
+    cache: the folder of --data. split: train, or test for those that have one apart from what is trained on.
+    UserError if the data are neither there nor to be had.
     """
+    if split == "test" and "test" not in DATASETS.get(scenario.dataset, {}):
+        tests = ", ".join(name for name, facts in DATASETS.items() if "test" in facts)
+        fail(f"{scenario.name} has no test split here ({tests} have): use --reference train")
     if scenario.folder:
         images, labels, names, digest = load_folder(scenario.folder, size, cache, read)
     elif scenario.dataset == "digits":
         images, labels, names = load_digits(size)
         digest = hashlib.sha256(images.tobytes() + labels.tobytes()).hexdigest()[:12]
     else:
-        images, labels, names, digest = load_published(scenario.dataset, size, cache, read)
+        images, labels, names, digest = load_published(scenario.dataset, size, cache, read, split)
     if scenario.classes < scenario.total:
         keep = np.flatnonzero((labels >= scenario.first) & (labels <= scenario.last))
         if keep[-1] - keep[0] + 1 == len(keep):  # one piece, as of all that is prepared: no copy in memory
@@ -248,16 +252,17 @@ def load_folder(folder, size, cache, read):
     return images, labels, names, digest
 
 
-def load_published(name, size, cache, read):
+def load_published(name, size, cache, read, split):
     """A data set of readers.py. Once it is prepared, its own files are needed no more."""
-    facts, ready = DATASETS[name], Path(cache) / "prepared" / f"{name}-{size}-{hash32((RULE,)):08x}"
+    facts, short = DATASETS[name], name if split == "train" else f"{name}-test"
+    ready = Path(cache) / "prepared" / f"{short}-{size}-{hash32((RULE,)):08x}"
     if not (read or ready.exists()):
         published = facts.get("published", facts["classes"])
         labels = np.arange(facts["images"]) * published // facts["images"]
         print(f"note: {name} is not prepared yet; classes and total are known, the images of a task are equal shares "
               f"of the {facts['images']:,}", file=sys.stderr)  # fmt: skip
         return None, labels[labels < facts["classes"]], frozen_names(name)[: facts["classes"]], None
-    images, labels = prepared(ready, size, lambda: read_published(name, Path(cache) / facts["folder"]))
+    images, labels = prepared(ready, size, lambda: read_published(name, Path(cache) / facts["folder"], split))
     try:
         names = json.loads((ready / "classes.json").read_text())
         sums = (ready / "SHA256SUMS").read_bytes()
@@ -266,17 +271,17 @@ def load_published(name, size, cache, read):
     return images, labels, names, hashlib.sha256(sums).hexdigest()[:12]
 
 
-def read_published(name, folder):
+def read_published(name, folder, split):
     """The Source of a data set, held against what is known of it, without the classes that the benchmark drops."""
     facts = DATASETS[name]
     published = facts.get("published", facts["classes"])
     try:
-        source = facts["read"](folder)
+        source = facts["read"](folder) if split == "train" else facts["read"](folder, split)
     except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
         fail(f"{name}: the files in {folder} are not those that were published ({error!r}); get the published copy")
     found, low, high = len(source.labels), source.labels.min(initial=0), source.labels.max(initial=0)
-    if found != facts["images"]:
-        fail(f"{name}: {found:,} images in {folder}, but the training set has {facts['images']:,}; get a whole copy")
+    if found != (size := facts["images" if split == "train" else "test"]):
+        fail(f"{name}: {found:,} images in {folder}, but the {split} split has {size:,}; get a whole copy")
     if (low, high) != (0, published - 1) or len(source.names) != published:
         fail(f"{name}: classes {low}-{high} and {len(source.names)} names in {folder}, counted from 0, but there are "
              f"{published}; get the published copy")  # fmt: skip

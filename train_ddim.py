@@ -220,9 +220,6 @@ def train(args):
     script, run = __file__, runfolder.run_folder(args, "ddim")
     device = common.pick_device(args.device)
     scene = streams.scenario(args.dataset)
-    judging = fid.extractor_kind(args.dataset) if args.select == "best" and not args.dry_run else None
-    if judging == "inception":
-        fid.inception_weights(args.inception_weights)  # ends here if they are missing
     data = streams.load_data(scene, args.size, args.data, read=not args.dry_run)
     tasks = streams.split(data, scene.order(args.order), args.tasks)
     Method = runfolder.method_class(args.method)
@@ -237,6 +234,9 @@ def train(args):
         print(f"U-Net: {parameters:,} parameters\nrun folder: {run}")
         return
 
+    judging = fid.extractor_kind(args.dataset) if args.select == "best" else None
+    if judging == "inception":
+        fid.inception_weights(args.inception_weights)  # ends here if they are missing
     learner = DDIM(args, data, device)
     method = Method(args, learner)
     parameters = sum(p.numel() for p in learner.unet.parameters())

@@ -131,6 +131,38 @@ def test_mnist_and_fashion(name, packed, idx, tmp_path, network):
     assert data.classes[9] == {"mnist": "9", "fashion": "Ankle boot"}[name] and not network.asked
 
 
+def test_test_splits(idx, cifar, tmp_path, facts, monkeypatch):
+    """Apart from the training set, under a folder of their own; what has none says who has."""
+    files, *_ = idx("mnist")
+    images, labels = rng.integers(0, 256, (20, 28, 28), np.uint8), np.arange(20, dtype=np.uint8) % 10
+    test = {
+        "t10k-images-idx3-ubyte.gz": gzip.compress(struct.pack(">IIII", 2051, 20, 28, 28) + images.tobytes()),
+        "t10k-labels-idx1-ubyte.gz": gzip.compress(struct.pack(">II", 2049, 20) + labels.tobytes()),
+    }
+    resources = [(file, md5(content)) for file, content in (files | test).items()]
+    monkeypatch.setattr(torchvision.datasets.MNIST, "resources", resources)
+    for file, content in (files | test).items():
+        (tmp_path / "MNIST" / "raw" / file).write_bytes(content)
+    facts("mnist", images=50, test=20)
+
+    def load_test(name, size=28):
+        return streams.load_data(streams.scenario(name), size, tmp_path, split="test")
+
+    assert equal(load_test("mnist"), images[:, None].repeat(3, axis=1), labels)
+    assert len(load("mnist", 28, tmp_path).labels) == 50 and len(load_test("mnist:0-4").labels) == 10
+    facts("mnist", images=50, test=21)
+    refused(lambda: load_test("mnist", 32), "20 images", "test split has 21")
+    files, _, images, labels = cifar
+    published = torchvision.datasets.CIFAR10
+    monkeypatch.setattr(published, "test_list", published.train_list[3:])
+    (tmp_path / "cifar-10-batches-py").mkdir()
+    for file in ("batches.meta", "data_batch_4", "data_batch_5"):
+        (tmp_path / "cifar-10-batches-py" / file).write_bytes(files[file])
+    facts("cifar10", images=40, test=16)
+    assert equal(load_test("cifar10", 32), images[24:], labels[24:])
+    refused(lambda: load_test("cub"), "cub has no test split", "mnist, fashion, cifar10", "--reference train")
+
+
 def test_damaged_mnist_offline_is_named(idx, tmp_path, network):
     files, *_ = idx("mnist")
     raw = tmp_path / "MNIST" / "raw"

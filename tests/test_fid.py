@@ -360,5 +360,5 @@ def test_without_weights_nothing_is_begun(tmp_path, monkeypatch, capsys):
     assert end.value.code == 2 and error.count("\n") == 1
     for word in (str(tmp_path / "hub" / "checkpoints" / fid.INCEPTION_FILE), fid.INCEPTION_URL, "--select last"):
         assert word in error
-    assert [p.name for p in tmp_path.iterdir()] == ["birds"]  # before the pictures are prepared
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["birds", "data"]  # no run is begun
     train_ddim.train(train_ddim.parse_args([*flags, "--dry_run"]))
