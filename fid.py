@@ -68,7 +68,9 @@ def frechet_distance(generated, reference):
     (mean_1, spread), (mean_2, trace_2, root) = generated, reference
     product = spread @ root
     if len(spread) == len(mean_1):
-        trace_1, symmetric = np.trace(spread), root.T @ product
+        trace_1, symmetric = np.trace(spread), np.zeros((product.shape[1],) * 2)
+        for k in range(0, len(symmetric), 128):  # root.T @ product, but only the lower half, all that eigvalsh reads
+            symmetric[k : k + 128, : k + 128] = root[:, k : k + 128].T @ product[:, : k + 128]
     else:
         few = len(product) < product.shape[1]
         trace_1, symmetric = np.square(spread).sum(), product @ product.T if few else product.T @ product
