@@ -50,12 +50,18 @@ def statistics(features):
 
 
 def with_root(statistics):
-    """The reference side, computed once: (mean, trace of the covariance, root); root @ root.T is the covariance."""
+    """The reference side, computed once: (mean, trace of the covariance, root); root @ root.T is the covariance.
+
+    The root is lower triangular, which spares the distance half of its products; a Cholesky root would be too, but
+    exists only where the covariance is not singular.
+    """
     mean, spread = statistics
     if len(spread) < len(mean):
-        return mean, np.square(spread).sum(), spread.T
-    values, vectors = np.linalg.eigh(spread)
-    return mean, np.trace(spread), vectors * np.sqrt(values.clip(0))
+        trace, any_root = np.square(spread).sum(), spread
+    else:
+        values, vectors = np.linalg.eigh(spread)
+        trace, any_root = np.trace(spread), (vectors * np.sqrt(values.clip(0))).T
+    return mean, trace, np.linalg.qr(any_root, mode="r").T
 
 
 def frechet_distance(generated, reference):
@@ -66,11 +72,12 @@ def frechet_distance(generated, reference):
     is small where S has few rows.
     """
     (mean_1, spread), (mean_2, trace_2, root) = generated, reference
-    product = spread @ root
+    columns = range(0, root.shape[1], 128)  # root is 0 above its diagonal: block by block that is left out
+    product = np.concatenate([spread[:, k:] @ root[k:, k : k + 128] for k in columns], axis=1)
     if len(spread) == len(mean_1):
         trace_1, symmetric = np.trace(spread), np.zeros((product.shape[1],) * 2)
-        for k in range(0, len(symmetric), 128):  # root.T @ product, but only the lower half, all that eigvalsh reads
-            symmetric[k : k + 128, : k + 128] = root[:, k : k + 128].T @ product[:, : k + 128]
+        for k in columns:  # root.T @ product, but only the lower half, all that eigvalsh reads
+            symmetric[k : k + 128, : k + 128] = root[k:, k : k + 128].T @ product[k:, : k + 128]
     else:
         few = len(product) < product.shape[1]
         trace_1, symmetric = np.square(spread).sum(), product @ product.T if few else product.T @ product
