@@ -108,6 +108,10 @@ def test_fisher_is_the_mean_of_single_squared_gradients(batch_size):
     assert learner.modes == [False, False]  # measured without dropout
     ewc.end_task(task_of(learner, 2))
     assert flat(ewc.fisher) == [2.0, 0.0]  # summed over tasks, none divided twice
+    learner = Toy([0, 0], [[3, 0], [1, 0]], [[1, 0], [1, 0]])
+    ewc = method_of("ewc", learner, batch_size=batch_size)
+    ewc.end_task(task_of(learner))
+    assert flat(ewc.fisher) == [5.0, 0.0]  # (3² + 1²) / 2
 
 
 def test_mas_takes_the_absolute_value_of_single_gradients():
