@@ -180,10 +180,11 @@ def score(run, config, args, data, reference, missing, extractor, protocol, refe
     sound = set()
     for trained_to, i in bar:
         folder = run / f"task{trained_to}"
-        if folder not in sound and not common.is_sound(folder):
-            (run / "DONE").unlink(missing_ok=True)  # so that the training command takes it up again
-            common.fail(f"{folder} is broken: start its training command again, which repairs it", code=1)
-        sound.add(folder)
+        for needed in {run / "task1", folder} - sound:  # C-LoRA's adapters need the network of task 1
+            if not common.is_sound(needed):
+                (run / "DONE").unlink(missing_ok=True)  # so that the training command takes it up again
+                common.fail(f"{needed} is broken: start its training command again, which repairs it", code=1)
+            sound.add(needed)
         method.load(run, trained_to, i)
         classes = sorted(config["tasks"][i - 1])
         count, reference_labels = int(protocol["generated"]), reference.labels[np.isin(reference.labels, classes)]
