@@ -467,8 +467,12 @@ def on_gpu(images, indices, device):
 
     if not device.startswith("cuda"):
         return None
-    size = len(indices) * images[:1].nbytes
-    return torch.from_numpy(images[indices]).to(device) if size < torch.cuda.mem_get_info(device)[0] / 2 else None
+    if len(indices) * images[:1].nbytes >= torch.cuda.mem_get_info(device)[0] / 2:
+        return None
+    resident = torch.empty((len(indices), *images.shape[1:]), dtype=torch.uint8, device=device)
+    for k in range(0, len(indices), 4096):  # block by block: the host need not hold them all
+        resident[k : k + 4096] = torch.from_numpy(images[indices[k : k + 4096]])
+    return resident
 
 
 def peak_memory(device):
