@@ -116,10 +116,10 @@ def positive(text):
 
 
 def non_negative(text):
-    """argparse type: a finite float of at least 0."""
+    """argparse type: a float of at least 0 that float32 can still multiply."""
     value = float(text)
-    if not 0 <= value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{value} must be at least 0 and finite")
+    if not 0 <= value <= 1e30:
+        raise argparse.ArgumentTypeError(f"{value} must be at least 0 and at most 1e30")
     return value
 
 
