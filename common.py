@@ -108,10 +108,10 @@ def divisor(n):
 
 
 def positive(text):
-    """argparse type: a finite float above 0."""
+    """argparse type: a float above 0 that float32 can still multiply and divide by."""
     value = float(text)
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{value} must be above 0 and finite")
+    if not 1e-30 <= value <= 1e30:
+        raise argparse.ArgumentTypeError(f"{value} must be above 0 and finite (1e-30 to 1e30)")
     return value
 
 

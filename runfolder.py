@@ -106,8 +106,8 @@ def training_parser(description):
 def method_class(name):
     """The class of methods/NAME.py: the last method that the file defines."""
     if not re.fullmatch(r"[^\W_]\w*", name) or not (ROOT / "methods" / f"{name}.py").exists():
-        names = sorted(p.stem for p in (ROOT / "methods").glob("[!_]*.py"))
-        fail(f"unknown method '{name}': methods/ has {', '.join(names)}")
+        names = sorted(p.stem for p in (ROOT / "methods").glob("[!_]*.py") if p.stem.isidentifier())
+        fail(f"unknown method '{name}': methods/ has {', '.join(names)} (names of letters, digits and _)")
     module = importlib.import_module(f"methods.{name}")
     defined = [c for c in vars(module).values() if isinstance(c, type) and c.__module__ == module.__name__]
     methods = [c for c in defined if hasattr(c, "training_data")]
@@ -320,7 +320,7 @@ class Log:
             if len(bad) and name.startswith(("loss", "penalty", "gradient")):
                 fail(
                     f"{name} of task {self.task} is {column[bad[0, 0]].item()} at step {steps[bad[0, 0]]}; nothing "
-                    "was saved since it was last finite; try a lower --lr",
+                    "was saved since it was last finite; try a lower --lr or strength of the method",
                     code=1,
                 )
             means[name] = column.mean().item()

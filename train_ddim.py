@@ -344,6 +344,8 @@ def train(args):
             if best:
                 load_states(learner.nets, best["nets"])
                 method.load_state_dict(best["method"])
+            if not all(p.isfinite().all() for net in learner.nets.values() for p in net.parameters()):
+                common.fail(f"the weights after task {task.number} are not finite; it is not kept; try a lower --lr", 1)
             clock = time.perf_counter()
             method.end_task(task)
             cost["importance"] = time.perf_counter() - clock
