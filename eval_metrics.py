@@ -50,7 +50,7 @@ def find_runs(roots):
             common.fail(f"no such folder: {root}")
         for path in sorted(root.rglob("config.json")):
             run = path.parent
-            if not (run / "task1").is_dir() and list(run.glob("task[0-9]*")):
+            if not (run / "task1").is_dir() and (run / "DONE").exists():
                 note(f"{run} has lost its task1 and is left out: start its training command again, which repairs it")
             if not (run / "task1").is_dir() or any(run.resolve() == other.resolve() for other in runs):
                 continue

@@ -378,6 +378,14 @@ def test_a_score_says_how_it_was_made(train, evaluate, cache):
     assert all(a != b for a, b in pairs)
 
 
+def test_a_finished_run_that_lost_task_1_is_said(train, capsys):
+    run = train("a")
+    shutil.rmtree(run / "task1")
+    with pytest.raises(common.UserError, match="no run folder"):
+        em.find_runs([run.parent])
+    assert f"{run} has lost its task1" in capsys.readouterr().err
+
+
 def test_kid_is_that_of_the_samples(train, evaluate, cache):
     run = train("a")
     evaluate()
