@@ -244,6 +244,21 @@ def test_best_checkpoint_is_the_one_with_the_lowest_score(train, monkeypatch):
         assert about["selection_score"] == min(some) and about["kept_step"] == 2 * some.index(min(some)) + 2
 
 
+def test_weights_that_are_not_finite_are_not_kept(train, monkeypatch, tmp_path):
+    """The last update may break them after the last loss was taken."""
+    steps = []
+
+    def spoil(self, phase):
+        steps.append(phase)
+        if len(steps) == 6:
+            next(self.learner.unet.parameters()).data.fill_(float("nan"))
+
+    monkeypatch.setattr(runfolder.method_class("ncl"), "after_step", spoil)
+    with pytest.raises(common.UserError, match="weights after task 1 are not finite") as end:
+        train("a")
+    assert end.value.code == 1 and not list(tmp_path.glob("a/*/*/*/*/task1*"))
+
+
 def test_a_run_folder_says_what_made_it(train):
     run = train("a", "--method", "er")
     config = common.read_json(run / "config.json")
