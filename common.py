@@ -382,7 +382,8 @@ def importance(learner, task, count, seed, objective, add):
     """Importance of each parameter, a mean over single images of the task → {name: tensor like the parameter}.
 
     learner, task: as a method gets them. count: images at most, drawn without repetition.
-    objective(phase, batch): scalar of a batch of one image, differentiated in eval mode for each main phase.
+    objective(phase, batch): scalar of a batch of one image, or (n,) independent ones, each differentiated in eval mode
+    for each main phase.
     add(total, gradient): adds what one gradient contributes to its running total, in place.
     """
     import torch
@@ -394,16 +395,22 @@ def importance(learner, task, count, seed, objective, add):
     training = {name: net.training for name, net in learner.nets.items()}
     for net in learner.nets.values():
         net.eval()
+    learner.hold(pick[: learner.args.batch_size], (seed, task.number, "usual batch"))
     for k, index in enumerate(tqdm(pick, f"importance of task {task.number}", unit="img", disable=None, leave=False)):
         key = (seed, task.number, k, "importance")
         batch = learner.draw(images[index : index + 1], labels[index : index + 1], key)
         for phase in phases:
             torch.manual_seed(hash32((*key, phase.name)))
             params = learner.params(phase)
-            gradients = torch.autograd.grad(objective(phase, batch), list(params.values()), allow_unused=True)
-            for name, gradient in zip(params, gradients, strict=True):
-                if gradient is not None:
-                    add(totals[name], gradient)
+            terms = objective(phase, batch).reshape(-1)
+            for n, term in enumerate(terms, 1):
+                gradients = torch.autograd.grad(
+                    term, list(params.values()), allow_unused=True, retain_graph=n < len(terms)
+                )
+                for name, gradient in zip(params, gradients, strict=True):
+                    if gradient is not None:
+                        add(totals[name], gradient)
+    learner.hold(None)
     for name, net in learner.nets.items():
         net.train(training[name])
     return {name: total.div_(len(pick)) for name, total in totals.items()}

@@ -25,10 +25,15 @@ from common import (
     fail,
     is_sound,
     load_tensors,
+    new_folder,
     output_folder,
+    peak_memory,
+    picture_grid,
     positive,
     read_csv,
     read_json,
+    sampling_seeds,
+    save_tensors,
     whole,
     write_csv,
     write_file,
@@ -235,6 +240,16 @@ def write_or_check_config(run, config, args, script):
 # -------------------------------------------------------------------------------------------------- state
 
 
+def print_plan(args, run, data, tasks, parameters):
+    """What --dry_run says; parameters: {network: count}."""
+    print(json.dumps(vars(args), indent=1))
+    for task in tasks:
+        print(f"task {task.number}: classes {task.classes} ({data.names(task.classes)}), {len(task.indices)} images")
+    for network, count in parameters.items():
+        print(f"{network}: {count:,} parameters")
+    print(f"run folder: {run}")
+
+
 def finished_tasks(run, tasks):
     """How many tasks have a sound folder, counted from task 1.
 
@@ -261,6 +276,38 @@ def resume_state(run, task):
             if state["task"] == task:
                 return state
     return None
+
+
+def keep_task(run, method, tasks, task, best, steps, cost, parameters, trained):
+    """Ends a task at the weights that are kept, and writes its folder.
+
+    best: what --select best chose, or None; cost: seconds by part; parameters, trained: counts, of all and of those
+    that this task has trained.
+    """
+    args, learner = method.args, method.learner
+    if not all(p.isfinite().all() for net in learner.nets.values() for p in net.parameters()):
+        fail(f"the weights after task {task.number} are not finite; it is not kept; try a lower --lr", 1)
+    clock = time.perf_counter()
+    method.end_task(task)
+    cost["importance"] = time.perf_counter() - clock
+    shown = task.classes if method.isolated else [c for t in tasks[: task.number] for c in t.classes]
+    shown = shown[-20:]
+    seeds = sampling_seeds((args.seed, "samples"), 8 * len(shown))
+    images = learner.sample([c for c in shown for _ in range(8)], seeds)
+    about = {
+        "kept_step": best["step"] if best else steps,
+        "selection_score": best["score"] if best else None,
+        "steps": steps,
+        "seconds": cost | {"train": cost["train"] - cost["replay"]},
+        "peak_memory_bytes": peak_memory(learner.device),
+        "parameters_trained": trained,
+        "parameters_stored": method.stored(parameters, task.number),
+    }
+    with new_folder(run / f"task{task.number}") as folder:
+        method.save(folder)
+        save_tensors(method.state_dict(), folder / "method.pt")
+        picture_grid(images.unflatten(0, (len(shown), 8))).save(folder / "samples.png")
+        (folder / "cost.json").write_text(json.dumps(about, indent=1))
 
 
 def finish(run):

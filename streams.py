@@ -44,6 +44,10 @@ class Data:
     classes: list  # class names, index = label
     digest: str | None  # short hash of the content; of a user's folder: of names, sizes and times; None if not known
 
+    def names(self, classes):
+        """The names of these class ids, for a line of text."""
+        return " ".join(self.classes[c] for c in classes)
+
 
 @dataclass
 class Task:

@@ -43,7 +43,6 @@ if __name__ == "__main__":  # a finished run is recognised before PyTorch is loa
             streams.load_data(streams.scenario(ARGS.dataset), ARGS.size, ARGS.data)
 
 import copy  # noqa: E402
-import json  # noqa: E402
 import math  # noqa: E402
 import time  # noqa: E402
 from typing import NamedTuple  # noqa: E402
@@ -62,6 +61,7 @@ class Phase(NamedTuple):
     name: str
     nets: tuple  # names of the networks that it trains
     main: bool = True  # penalties and projections belong to main phases alone
+    generator: bool = True  # distillation belongs to the phase that trains what makes the images
 
 
 def build_unet(args):
@@ -136,6 +136,9 @@ class DDIM:
         and does not grow with the resolution.
         """
         return 0.5 * batch["noise"][0].numel() ** 0.5 * self.loss(phase, batch)
+
+    def hold(self, indices, key=None):
+        """For importance, which looks at one image at a time. Here none depends on the others of a batch."""
 
     def predict(self, noisy, timesteps, labels):
         """The noise in noisy images (N, 3, H, W), float32; `timesteps` one for all, or (N,)."""
@@ -227,11 +230,7 @@ def train(args):
     if args.dry_run:
         with torch.device("meta"):
             parameters = sum(p.numel() for p in build_unet(args).parameters())
-        print(json.dumps(vars(args), indent=1))
-        for task in tasks:
-            names = " ".join(data.classes[c] for c in task.classes)
-            print(f"task {task.number}: classes {task.classes} ({names}), {len(task.indices)} images")
-        print(f"U-Net: {parameters:,} parameters\nrun folder: {run}")
+        runfolder.print_plan(args, run, data, tasks, {"U-Net": parameters})
         return
 
     judging = fid.extractor_kind(args.dataset) if args.select == "best" else None
@@ -344,32 +343,10 @@ def train(args):
             if best:
                 load_states(learner.nets, best["nets"])
                 method.load_state_dict(best["method"])
-            if not all(p.isfinite().all() for net in learner.nets.values() for p in net.parameters()):
-                common.fail(f"the weights after task {task.number} are not finite; it is not kept; try a lower --lr", 1)
-            clock = time.perf_counter()
-            method.end_task(task)
-            cost["importance"] = time.perf_counter() - clock
-            shown = task.classes if method.isolated else [c for t in tasks[: task.number] for c in t.classes]
-            shown = shown[-20:]
-            seeds = common.sampling_seeds((args.seed, "samples"), 8 * len(shown))
-            images = learner.sample([c for c in shown for _ in range(8)], seeds)
-            about = {
-                "kept_step": best["step"] if best else steps,
-                "selection_score": best["score"] if best else None,
-                "steps": steps,
-                "seconds": cost | {"train": cost["train"] - cost["replay"]},
-                "peak_memory_bytes": common.peak_memory(device),
-                "parameters_trained": sum(p.numel() for p in params["main"].values()),
-                "parameters_stored": method.stored(parameters, task.number),
-            }
-            with common.new_folder(run / f"task{task.number}") as folder:
-                method.save(folder)
-                common.save_tensors(method.state_dict(), folder / "method.pt")
-                common.picture_grid(images.unflatten(0, (len(shown), 8))).save(folder / "samples.png")
-                (folder / "cost.json").write_text(json.dumps(about, indent=1))
-            names = " ".join(data.classes[c] for c in task.classes)
+            trained = sum(p.numel() for p in params["main"].values())
+            runfolder.keep_task(run, method, tasks, task, best, steps, cost, parameters, trained)
             print(
-                f"{args.method} task {task.number}/{len(tasks)} ({names}): loss {row['loss_main']}, "
+                f"{args.method} task {task.number}/{len(tasks)} ({data.names(task.classes)}): loss {row['loss_main']}, "
                 f"{steps} steps in {cost['train']:.0f} s",
                 flush=True,
             )

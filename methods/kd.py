@@ -39,7 +39,7 @@ class KD(NCL):
         return batch
 
     def penalty(self, phase, batch):
-        if self.teacher is None:
+        if self.teacher is None or not phase.generator:
             return 0.0
         if self.args.kd_labels == "past":
             batch = batch | {"labels": self.asked}
