@@ -389,13 +389,14 @@ def importance(learner, task, count, seed, objective, add):
     import torch
 
     images, labels = learner.data.images, learner.data.labels
-    pick = numpy_rng((seed, task.number, "importance")).permutation(task.indices)[:count]
+    shuffled = numpy_rng((seed, task.number, "importance")).permutation(task.indices)
+    pick = shuffled[:count]
     phases = [phase for phase in learner.phases(0) if phase.main]
     totals = {name: torch.zeros_like(p) for name, p in parameters(learner).items()}
     training = {name: net.training for name, net in learner.nets.items()}
     for net in learner.nets.values():
         net.eval()
-    learner.hold(pick[: learner.args.batch_size], (seed, task.number, "usual batch"))
+    learner.hold(shuffled[: learner.args.batch_size], (seed, task.number, "usual batch"))
     for k, index in enumerate(tqdm(pick, f"importance of task {task.number}", unit="img", disable=None, leave=False)):
         key = (seed, task.number, k, "importance")
         batch = learner.draw(images[index : index + 1], labels[index : index + 1], key)

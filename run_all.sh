@@ -3,8 +3,10 @@
 #
 #   bash run_all.sh                  the quick benchmark on scikit-learn's digits, then its evaluation
 #   bash run_all.sh digits_ddim      all twelve methods on the digits
+#   bash run_all.sh digits_gan       the eleven methods that StyleGAN2 knows on the digits
 #   bash run_all.sh strengths        two tasks of digits, each penalty over the eight strengths of its `search`
-#   bash run_all.sh paper            the label-conditioned benchmark on DDIM: seven data sets, five orders (GPU-months)
+#   bash run_all.sh paper            the label-conditioned benchmark: StyleGAN2 and DDIM, seven data sets, five orders
+#                                    (GPU-months)
 #   bash run_all.sh --list quick     print the training commands of a profile, one a line, and run nothing
 #   ORDERS="1 2 3 4 5" bash run_all.sh quick     other class orders; the seed is the number of the order
 #
@@ -31,6 +33,14 @@ digits_ddim() {
     done
 }
 
+digits_gan() {
+    for order in $ORDERS; do
+        for method in noncl gr agem er kd si ewc mas l2 ensemble ncl; do
+            echo "$PYTHON train_stylegan2.py --dataset digits --method $method --order $order --seed $order"
+        done
+    done
+}
+
 strengths() {
     train="$PYTHON train_ddim.py --dataset digits:0-3 --tasks 2 --out runs/strengths"
     echo "$train --method ncl"
@@ -41,9 +51,12 @@ for method in ('kd', 'l2', 'ewc', 'si', 'mas'):
         print(f'$train --method {method} --{method}_weight {value}')"
 }
 
-paper() {  # order 1 of the small data sets comes first; ImageNet has one order, as in the paper
+paper() {  # order 1 of the small data sets comes first; ImageNet has one order, and no GAN, as in the paper
     for order in 1 2 3 4 5; do
         for dataset in mnist fashion cifar10 flowers cub cars; do
+            for method in ncl er noncl ensemble l2 ewc si mas kd agem gr; do
+                echo "$PYTHON train_stylegan2.py --dataset $dataset --method $method --order $order --seed $order"
+            done
             for method in ncl er noncl ensemble clora l2 ewc si mas kd agem gr; do
                 echo "$PYTHON train_ddim.py --dataset $dataset --method $method --order $order --seed $order"
             done
@@ -58,10 +71,11 @@ list=""
 if [ "${1:-}" = --list ]; then list=yes; shift; fi
 profile=${1:-quick}
 case $profile in
-    quick | digits_ddim) runs=runs/digits results=results ;;
+    quick | digits_ddim) runs=runs/digits/ddim results=results ;;
+    digits_gan) runs=runs/digits/stylegan2 results=results ;;
     paper) runs=runs results="results --paper" JOBS=${JOBS:-1} ;;  # one GPU: one run at a time
     strengths) runs=runs/strengths results=results/strengths ;;
-    *) echo "error: unknown profile '$profile': choose quick, digits_ddim, strengths or paper" >&2; exit 2 ;;
+    *) echo "error: unknown profile '$profile': choose quick, digits_ddim, digits_gan, strengths or paper" >&2; exit 2 ;;
 esac
 if [ -n "$list" ]; then "$profile"; exit; fi
 

@@ -131,7 +131,8 @@ def resolve(parser, argv, presets):
         side = None if scene.preset else picture_size(scene.folder)
         args.preset = scene.preset or min(presets, key=lambda p: abs(np.log(presets[p]["size"] / side)))
     if args.preset not in presets:
-        fail(f"unknown preset '{args.preset}': choose from {', '.join(presets)}")
+        asked = f"--preset {args.preset}" if args.preset != scene.preset else f"{args.preset}, that of {args.dataset},"
+        fail(f"{asked} is no preset of {parser.prog}: choose --preset from {', '.join(presets)}")
     preset = dict(presets[args.preset])
     if args.steps or args.epochs:
         preset.update(steps=None, epochs=None)
@@ -266,6 +267,12 @@ def finished_tasks(run, tasks):
                 shutil.rmtree(aside, ignore_errors=True)
                 folder.rename(aside)
     return done
+
+
+def save_state(run, state):
+    """Replaces the newest state inside a task, whose number is state["task"]."""
+    with new_folder(run / "resume") as folder:
+        save_tensors(state, folder / "state.pt")
 
 
 def resume_state(run, task):

@@ -332,8 +332,7 @@ def train(args):
                     state = {"task": task.number, "step": step + 1, "best": best, "cost": cost}
                     state |= {"nets": states(learner.nets), "optimisers": states(optimisers)}
                     state["method"] = method.state_dict()
-                    with common.new_folder(run / "resume") as folder:
-                        common.save_tensors(state, folder / "state.pt")
+                    runfolder.save_state(run, state)
                 if score_now or save_now:
                     clock = time.perf_counter()
                     log.clock = clock

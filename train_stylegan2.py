@@ -428,6 +428,8 @@ class StyleGAN2:
         if phase.name == "G":
             self.D.requires_grad_(False)  # D is fixed: what it holds gets no gradient
             batch["out"] = self.outputs(phase, batch)
+            # KD's gradient lies otherwise in memory: a weight of 0 would still change the last bits
+            batch["out"].register_hook(lambda g: g.contiguous(memory_format=torch.channels_last))
             logits = self.judge(batch["out"], batch["labels"], "fake")
             self.D.requires_grad_(True)
             return F.softplus(-logits)
@@ -639,8 +641,7 @@ def train(args):
                     state = {"task": task.number, "step": step + 1, "best": best, "cost": cost}
                     state |= {"nets": states(learner.nets), "optimisers": states(optimisers)}
                     state["method"] = method.state_dict()
-                    with common.new_folder(run / "resume") as folder:
-                        common.save_tensors(state, folder / "state.pt")
+                    runfolder.save_state(run, state)
                 if score_now or save_now:
                     clock = time.perf_counter()
                     log.clock = clock

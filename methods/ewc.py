@@ -10,8 +10,10 @@ original that overlap is an analysis, and the penalty is the one above.
 
 Deviations from the original: the quadratics of all past tasks are centred at the newest weights (as Huszár, 2018,
 argues; 3 numbers a weight however many tasks). p is that of the noise in one noisy version of an image, at a random
-time step, N(ε; ε̂, I); F is empirical, of the data's own labels and noise, on --importance_samples images at most.
-−log p is divided by √D, D the numbers of an image (`learner.nll`), so that one λ serves every resolution.
+time step, N(ε; ε̂, I); F is empirical, of the data's own labels and noise, on --importance_samples images at most. −log
+p is divided by √D, D the numbers of an image (`learner.nll`), so that one λ serves every resolution. Of a GAN, p is
+what its logistic loss is the −log of: for D that a real image is real and a fake one fake (each an observation of its
+own), for G, with D fixed, that its image is taken for real.
 
 Other than the released code of the benchmark: F is the mean of the squared gradients of single images, not the square
 of a batch's mean gradient; it is measured once, when the task ends; and the ½ is there.

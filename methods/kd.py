@@ -3,6 +3,7 @@
     loss = task loss + λ mean (f(x, y) − f_old(x, y))²
 
 f_old is a frozen copy of the weights that were kept of the task before; both see the same noisy image, time and class.
+Of a GAN, f is the generator: the same latent, class and noise should give the same image; D has no such term.
 λ is --kd_weight.
 
 Hinton, Vinyals and Dean, Distilling the Knowledge in a Neural Network, 2015 (arXiv:1503.02531); against forgetting:

@@ -8,10 +8,11 @@ Aljundi et al., Memory Aware Synapses: Learning what (not) to forget, 2018 (arXi
 Paper: CLoG, section 3.2 (10).
 
 Deviations from the original: it takes the squared ℓ2 norm of the output, a handful of class scores; here that norm is
-divided by the number of outputs, else Ω would grow with the resolution and no λ would serve two of them. The output
-is the noise predicted in a noisy training image, at a random time step, given its class; --importance_samples images
-are asked at most. Other than the released code of the benchmark: the gradient is that of the whole output and of
-single images, its absolute value is taken before the mean, and the penalty has no ½.
+divided by the number of outputs, else Ω would grow with the resolution and no λ would serve two of them. The output is
+the noise predicted in a noisy training image, at a random time step, given its class; of a GAN, G's image of a random
+latent and D's logit of a training image. --importance_samples images are asked at most. Other than the released code of
+the benchmark: the gradient is that of the whole output and of single images, its absolute value is taken before the
+mean, and the penalty has no ½.
 """
 
 from common import importance, non_negative, parameters, quadratic_penalty, whole, with_prefix, without_prefix

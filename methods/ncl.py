@@ -10,11 +10,13 @@ A training script calls them in this order (see its loop):
 A resumed run calls load_state_dict with the state of the task before, then start_task, then load_state_dict with the
 state of the step at which it goes on. With `--select best` the state goes back to the best step before end_task.
 
-A method may touch `learner` alone (class DDIM in train_ddim.py): `nets`, `phases`, `params`, `draw`, `loss` (which
-leaves the network's answer in batch["out"]), `outputs`, `nll`, `sample`, `fresh`, `frozen_copy`, `class_rows`, and
-`data` (images uint8 (N, 3, H, W) and labels (N,)). A task has `number` (from 1), `classes` and `indices` (rows of the
-data). A key is a tuple (seed, task, step): add a purpose of your own and hand it to what draws random numbers. Where a
-file needs torch itself, it imports it in the hook: --help and a finished run are answered before it is loaded.
+A method may touch `learner` alone (class DDIM in train_ddim.py, StyleGAN2 in train_stylegan2.py): `nets`, `phases`,
+`params`, `draw`, `loss` (which leaves the network's answer in batch["out"]), `outputs`, `nll`, `sample`, `fresh`,
+`frozen_copy`, `class_rows`, and `data` (images uint8 (N, 3, H, W) and labels (N,)). A task has `number` (from 1),
+`classes` and `indices` (rows of the data). A phase is one update within a step: the diffusion model has one, a GAN one
+for G, one for D, and now and then R1, which is not `main`. A key is a tuple (seed, task, step): add a purpose of your
+own and hand it to what draws random numbers. Where a file needs torch itself, it imports it in the hook: --help and a
+finished run are answered before it is loaded.
 """
 
 
@@ -44,7 +46,7 @@ class NCL:
         return batch
 
     def penalty(self, phase, batch):
-        """Scalar added to the loss before backward; main phases only."""
+        """Scalar added to the loss before backward; main phases only (a GAN has two, and R1 beside them)."""
         return 0.0
 
     def after_backward(self, phase, batch):

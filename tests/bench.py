@@ -3,6 +3,7 @@
     python tests/bench.py                       preset S, batch 8, fp32, on the CPU
     python tests/bench.py --precision bf16      the same in bf16, also against fp32
     python tests/bench.py --methods             a step of each method in its second task beside one of ncl
+    python tests/bench.py --stylegan2           StyleGAN2 beside itself with a convolution of its own for each image
     python tests/bench.py --frechet             the Fréchet distance beside pytorch-fid's, in seconds of CPU
 
 The plain loop is what one would write without a benchmark: the same U-Net, scheduler, batch, precision, optimiser
@@ -16,17 +17,19 @@ import statistics
 import sys
 import tempfile
 import time
+import types
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import numpy as np
 import torch
-from gpu_check import medians, prepared, seconds, training_steps
+from gpu_check import gan_steps, medians, prepared, seconds, training_steps
 
 import fid
 import streams
 import train_ddim
+import train_stylegan2
 
 # name → flags beyond those of all
 VARIANTS = {"ncl": "", "l2": "", "ewc": "", "si": "", "mas": "", "kd": "", "kd, past labels": "--kd_labels past",
@@ -78,6 +81,69 @@ def measure_methods(bench, folder):
             epoch = sum(seconds(lambda: next(reference), bench.device) for _ in range(8))
             cost = seconds(lambda m=method, t=task: m.end_task(t), bench.device)
             print(f"{'':16} importance of {images} images: {cost / epoch:.2f} of an epoch of ncl", flush=True)
+
+
+def grouped_convolutions(generator):
+    """Changes a generator to the published formulation: modulated weights for each image, one group an image."""
+    F = torch.nn.functional
+
+    def style_layer(self, x, w, noise):
+        (n, inputs, height, width), outputs = x.shape, len(self.weight)
+        kernel = self.weight * self.affine(w)[:, None, :, None, None]
+        kernel = kernel * (kernel.square().sum((2, 3, 4), keepdim=True) + 1e-8).rsqrt()
+        x = x.reshape(1, n * inputs, height, width)
+        if self.up:
+            x = F.conv_transpose2d(x, kernel.transpose(1, 2).reshape(n * inputs, outputs, 3, 3), stride=2, groups=n)
+            x = train_stylegan2.blur(x.unflatten(1, (n, outputs))[0], 4 * self.resample_filter, padding=1)
+        else:
+            x = F.conv2d(x, kernel.reshape(n * outputs, inputs, 3, 3), padding=1, groups=n)
+            x = x.unflatten(1, (n, outputs))[0]
+        return train_stylegan2.leaky(x + noise * self.noise_strength + self.bias[:, None, None])
+
+    def to_rgb(self, x, w):
+        n, inputs = x.shape[:2]
+        kernel = self.weight * (self.affine(w) / inputs**0.5)[:, None, :, None, None]
+        x = F.conv2d(x.reshape(1, n * inputs, *x.shape[2:]), kernel.reshape(n * 3, inputs, 1, 1), groups=n)
+        return x.unflatten(1, (n, 3))[0] + self.bias[:, None, None]
+
+    for module in generator.modules():
+        if isinstance(module, train_stylegan2.StyleLayer):
+            module.forward = types.MethodType(style_layer, module)
+        elif isinstance(module, train_stylegan2.ToRGB):
+            module.forward = types.MethodType(to_rgb, module)
+    return generator
+
+
+def measure_stylegan2(bench, folder):
+    """G forward and backward, and a whole step (phases G and D, one in 16 with R1), both formulations taking turns."""
+    args = train_stylegan2.parse_args(["--preset", bench.preset, "--precision", bench.precision])
+    data = streams.load_data(streams.scenario(args.dataset), args.size, folder)
+    learners = [train_stylegan2.StyleGAN2(args, data, bench.device) for _ in range(2)]
+    if bench.device == "cpu":
+        learners[1].G.to(memory_format=torch.contiguous_format)  # which groups are faster with
+    grouped_convolutions(learners[1].G)
+    batch = learners[0].draw(data.images[: bench.batch_size], data.labels[: bench.batch_size], (1,))
+    slope = torch.randn_like(batch["images"])
+
+    def generate(learner):
+        learner.G.zero_grad()
+        (learner.generate(batch, 0) * slope).sum().backward()
+        return [p.grad.clone() for p in learner.G.parameters()]
+
+    with torch.no_grad():
+        images = [learner.generate(batch, 0) for learner in learners]
+    apart = [(a - b).abs().max() / b.abs().max() for a, b in zip(*map(generate, learners), strict=True) if b.any()]
+    print(f"images differ by {(images[0] - images[1]).abs().max() / images[1].abs().max():.1e} of the largest number, "
+          f"gradients by {max(apart):.1e}")  # fmt: skip
+    loops = [gan_steps(learner, batch) for learner in learners]
+    r1 = [lambda i=i: learners[i].loss(learners[i].phases(0)[2], batch).backward() for i in (0, 1)]
+    for name, calls in (
+        ("G, forward and backward", [lambda i=i: generate(learners[i]) for i in (0, 1)]),
+        ("phases G and D", [lambda i=i: next(loops[i]) for i in (0, 1)]),
+        ("phase R1", r1),
+    ):
+        ours, theirs = medians(calls, bench.rounds, bench.device, warm_up=1)
+        print(f"{name:24} {1000 * ours:8.1f} ms, grouped {1000 * theirs:8.1f} ms: {ours / theirs:.3f}", flush=True)
 
 
 def measure_frechet():
@@ -159,9 +225,13 @@ def main():
     p.add_argument("--rounds", type=int, default=20, help="timed steps of each loop (default: 20)")
     p.add_argument("--methods", action="store_true", help="compare the methods with ncl (default: no)")
     p.add_argument("--frechet", action="store_true", help="compare the Fréchet distance with pytorch-fid (default: no)")
+    p.add_argument("--stylegan2", action="store_true", help="compare StyleGAN2 with grouped convolutions (default: no)")
     bench = p.parse_args()
     if bench.frechet:
         return measure_frechet()
+    if bench.stylegan2:
+        with tempfile.TemporaryDirectory() as folder:
+            return measure_stylegan2(bench, folder)
     if bench.methods:
         with tempfile.TemporaryDirectory() as folder:
             return measure_methods(bench, folder)

@@ -7,12 +7,16 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+import common
 import runfolder
 import train_ddim
+import train_stylegan2
 
 ROOT = Path(__file__).resolve().parent.parent
 SMALL = ["--dataset", "digits:0-3", "--tasks", "2", "--steps", "6", "--batch_size", "8", "--replay_size", "4",
-         "--memory_size", "5", "--ddim_steps", "2", "--eval_every", "2", "--val_samples", "8"]  # fmt: skip
+         "--memory_size", "5", "--eval_every", "2", "--val_samples", "8"]  # fmt: skip
+SMALL_GAN = SMALL
+SMALL = [*SMALL, "--ddim_steps", "2"]
 
 
 def weights(run, task):
@@ -35,21 +39,64 @@ def cache(tmp_path_factory):
     return tmp_path_factory.mktemp("data")
 
 
-@pytest.fixture
-def train(tmp_path, cache):
+def assert_same_run(a, b):
+    """Weights, states of the method and log of two runs of two tasks, to the bit."""
+    for task in (1, 2):
+        assert same(weights(a, task), weights(b, task)), f"weights of task {task}"
+        states = [common.load_tensors(run / f"task{task}" / "method.pt") for run in (a, b)]
+        for key, value in states[0].items():
+            assert torch.equal(torch.as_tensor(value), torch.as_tensor(states[1][key])), key
+    timing = ("seconds", "images_per_second")
+    rows = [[{k: v for k, v in r.items() if k not in timing} for r in common.read_csv(run / "log.csv")]
+            for run in (a, b)]  # fmt: skip
+    final = [{(r["task"], r["step"]): r for r in some} for some in rows]
+    assert all(final[0][k] == final[1][k] for k in final[0].keys() & final[1].keys())
+    assert final[0].keys() & {("2", "6"), ("2", "12")} and len(rows[1]) == len(final[1])
+
+
+def stopped(train, monkeypatch, where, nth, *flags):
+    """Starts a run that is stopped at the nth call of `where`, then starts it again → its run folder."""
+    module, name = where
+    original, calls = getattr(module, name), 0
+
+    def counting(*args, **kwargs):
+        nonlocal calls
+        calls += 1
+        if calls == nth:
+            raise Stop
+        return original(*args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(module, name, counting)
+        with pytest.raises(Stop):
+            train("stopped", *flags)
+    return train("stopped", *flags)
+
+
+def trainer(module, backbone, small, tmp_path, cache):
     """train(out, *flags): a small run of two tasks in this process → its run folder."""
 
     def run(out, *flags):
         if {"ewc", "mas"} & {*flags}:
             flags += ("--importance_samples", "4")
-        args = train_ddim.parse_args([*SMALL, "--out", str(tmp_path / out), "--data", str(cache), *flags])
-        folder = runfolder.run_folder(args, "ddim")
+        args = module.parse_args([*small, "--out", str(tmp_path / out), "--data", str(cache), *flags])
+        folder = runfolder.run_folder(args, backbone)
         if not (folder / "DONE").exists():
-            train_ddim.train(args)
+            module.train(args)
         return folder
 
     run.cache = cache
     return run
+
+
+@pytest.fixture
+def train(tmp_path, cache):
+    return trainer(train_ddim, "ddim", SMALL, tmp_path, cache)
+
+
+@pytest.fixture
+def train_gan(tmp_path, cache):
+    return trainer(train_stylegan2, "stylegan2", SMALL_GAN, tmp_path, cache)
 
 
 @pytest.fixture

@@ -7,6 +7,8 @@
     whole run    train_ddim.train with --method er, stopped and resumed against unbroken: difference of the weights
     rates        S, L: images/s of one denoising step (forward), of a training step and of sampling, in fp32 (on CUDA:
                  TF32) and bf16, weights contiguous and channels_last; × is against the preset's first row
+    stylegan2    tiny, S: losses and gradients on CPU and device; S, L: a training step, R1 included, sampling, and G
+                 forward and backward beside grouped convolutions, the published formulation
     methods      S: a training step of task 2 against one of NCL, taking turns; importance of EWC and MAS
     compiled     S, L: the rates with --compile and an empty cache; "compiling" is the first training step and the first
                  denoising step; left out where too little time remains
@@ -39,6 +41,7 @@ import common
 import runfolder
 import streams
 import train_ddim
+import train_stylegan2
 
 LIMIT, COMPILING = 480, 150  # seconds: of the whole script; that must be left of them to begin a compiled row
 START = time.perf_counter()
@@ -78,6 +81,18 @@ def training_steps(method, task, past):
             torch.nn.utils.clip_grad_norm_(params[phase.name].values(), 1.0)
             optimisers[phase.name].step()
             method.after_step(phase)
+        yield
+
+
+def gan_steps(learner, batch, number=1):
+    """A generator that trains on one batch each time it is asked: phases G and D, and R1 if `number` is 0."""
+    optimisers = train_stylegan2.build_optimisers(learner, learner.args.lr)
+    while True:
+        for phase in learner.phases(number):
+            (net,) = phase.nets
+            optimisers[net].zero_grad()
+            learner.loss(phase, batch).backward()
+            optimisers[net].step()
         yield
 
 
@@ -207,6 +222,58 @@ def rates(options, preset, precision, layout, first, compiled=False):
     yield what, measured, f"{memory} / {peak(device)}", ""
 
 
+def gan_equality(options, preset):
+    device = options.device
+    args = train_stylegan2.parse_args(["--preset", preset])
+    data = streams.load_data(streams.scenario(args.dataset), args.size, args.data)
+    learners = [train_stylegan2.StyleGAN2(args, data, d) for d in ("cpu", device)]
+    batch = learners[0].draw(data.images[:8], data.labels[:8], (0,))  # a GPU's noise is another
+    tf32 = torch.backends.cudnn.allow_tf32
+    torch.backends.cudnn.allow_tf32 = False
+    torch.set_float32_matmul_precision("highest")
+    try:
+        for phase in learners[0].phases(0):
+            found = []
+            for learner in learners:
+                loss = learner.loss(phase, {name: rows.to(learner.device) for name, rows in batch.items()})
+                params = [p for p in learner.params(phase).values()]
+                gradients = torch.autograd.grad(loss, params, allow_unused=True)
+                found.append((loss.item(), torch.cat([g.flatten().cpu() for g in gradients if g is not None])))
+            (loss, gradient), (other, own) = found
+            for what, error, limit in (
+                ("loss", abs(other / loss - 1), 1e-3),
+                ("gradient", ((own - gradient).norm() / gradient.norm()).item(), 1e-2),
+            ):
+                verdict = f"{'ok' if error < limit else 'FAIL'}, wanted < {limit:g}"
+                yield f"{preset}, stylegan2, {what} of {phase.name}, {device} against cpu", f"{error:.1e}", "-", verdict
+    finally:
+        torch.backends.cudnn.allow_tf32 = tf32
+
+
+def gan_rates(options, preset, precision):
+    from bench import grouped_convolutions
+
+    device, n = options.device, train_stylegan2.PRESETS[preset]["batch_size"]
+    args = train_stylegan2.parse_args(["--preset", preset, "--precision", precision])
+    data = streams.load_data(streams.scenario(args.dataset), args.size, args.data)
+    learner = train_stylegan2.StyleGAN2(args, data, device)
+    batch = learner.draw(data.images[:n], data.labels[:n], (0,))
+    steps = gan_steps(learner, batch), gan_steps(learner, batch, number=0)
+    allocated(device)
+    plain, lazy = medians([lambda: next(steps[0]), lambda: next(steps[1])], options.rounds, device)
+    step, memory = plain + (lazy - plain) / train_stylegan2.R1_EVERY, peak(device)
+    labels, seeds = [k % args.classes for k in range(256)], common.sampling_seeds((0,), 256)
+    (sampling,) = medians([lambda: learner.sample(labels, seeds)], 2, device, warm_up=1)
+    yield (f"{preset}, stylegan2, {precision}", f"training {n / step:.1f} images/s in batches of {n} (R1 in one of 16 "
+           f"steps), sampling {256 / sampling:.0f} images/s", memory, "")  # fmt: skip
+    other = train_stylegan2.StyleGAN2(args, data, device)
+    other.G.to(memory_format=torch.contiguous_format)
+    grouped_convolutions(other.G)
+    ours, theirs = medians([lambda x=x: x.generate(batch, 0).sum().backward() for x in (learner, other)],
+                           options.rounds, device)  # fmt: skip
+    yield f"{preset}, stylegan2, {precision}, G", f"{ours / theirs:.2f} of grouped convolutions", "-", ""
+
+
 def against_ncl(options, preset, name):
     device, steps = options.device, []
     for one in ("ncl", name):
@@ -239,6 +306,9 @@ def main():
     checks.append(("whole run", whole_run(options)))
     for variant in itertools.product(presets, ("fp32", "bf16"), ("contiguous", "channels_last")):
         checks.append((", ".join(variant), rates(options, *variant, first)))
+    checks += [(f"stylegan2 equality {p}", gan_equality(options, p)) for p in dict.fromkeys(["tiny", presets[0]])]
+    for preset, precision in itertools.product(presets, ("fp32", "bf16")):
+        checks.append((f"{preset}, stylegan2, {precision}", gan_rates(options, preset, precision)))
     checks += [(f"{presets[0]}, {name}", against_ncl(options, presets[0], name)) for name in methods]
     for precision, preset in itertools.product(("bf16", "fp32"), presets):  # the slowest last
         variant = (preset, precision, "channels_last")

@@ -11,27 +11,13 @@ import sys
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, SMALL, Stop, same, weights
+from conftest import ROOT, SMALL, assert_same_run, same, stopped, weights
 from test_methods import METHODS
 
 import common
 import runfolder
 import streams
 import train_ddim
-
-
-def assert_same_run(a, b):
-    for task in (1, 2):
-        assert same(weights(a, task), weights(b, task)), f"weights of task {task}"
-        states = [common.load_tensors(run / f"task{task}" / "method.pt") for run in (a, b)]
-        for key, value in states[0].items():
-            assert torch.equal(torch.as_tensor(value), torch.as_tensor(states[1][key])), key
-    timing = ("seconds", "images_per_second")
-    rows = [[{k: v for k, v in r.items() if k not in timing} for r in common.read_csv(run / "log.csv")]
-            for run in (a, b)]  # fmt: skip
-    final = [{(r["task"], r["step"]): r for r in some} for some in rows]
-    assert all(final[0][k] == final[1][k] for k in final[0].keys() & final[1].keys())
-    assert final[0].keys() & {("2", "6"), ("2", "12")} and len(rows[1]) == len(final[1])
 
 
 @pytest.fixture
@@ -313,31 +299,12 @@ def test_which_flags_make_another_run():
 # ------------------------------------------------------------------------------------------ stop, resume
 
 
-def stopped(train, monkeypatch, where, nth, *flags):
-    """Starts a run that is stopped at the nth call of `where`, then starts it again → its run folder."""
-    module, name = where
-    original, calls = getattr(module, name), 0
-
-    def counting(*args, **kwargs):
-        nonlocal calls
-        calls += 1
-        if calls == nth:
-            raise Stop
-        return original(*args, **kwargs)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(module, name, counting)
-        with pytest.raises(Stop):
-            train("stopped", *flags)
-    return train("stopped", *flags)
-
-
 @pytest.mark.parametrize("select", ["last", "best"])
 @pytest.mark.parametrize("method", METHODS)
 def test_stopped_anywhere_and_resumed_is_unbroken(train, monkeypatch, tmp_path, method, select):
     flags = ["--method", method, "--select", select, "--save_every", "2"]
     unbroken = train("unbroken", *flags)
-    loss, save, grid = (train_ddim.DDIM, "loss"), (common, "save_tensors"), (common, "picture_grid")
+    loss, save, grid = (train_ddim.DDIM, "loss"), (runfolder, "save_tensors"), (runfolder, "picture_grid")
     cases = [(loss, 4), (loss, 9), (save, 3), (grid, 1), (grid, 2)]  # grid: after end_task, before its state is kept
     if method in ("ncl", "er"):
         cases += [(loss, n) for n in (1, 2, 6, 7, 11)] + [(save, 1), (save, 4)]

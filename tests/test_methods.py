@@ -35,6 +35,7 @@ class Toy:
     def __init__(self, w, x, t):
         self.net = torch.nn.ParameterDict({"a": torch.tensor([float(w[0])]), "b": torch.tensor([float(w[1])])})
         self.net["unused"] = torch.ones(3)
+        self.held = []  # what `hold` was called with
         self.modes = []  # whether the network was in training mode, for each output
         pairs = torch.tensor([x, t], dtype=torch.float32).movedim(0, 1).numpy()
         self.data = argparse.Namespace(images=pairs, labels=np.arange(len(pairs)))
@@ -51,6 +52,9 @@ class Toy:
     def draw(self, images, labels, key):
         pairs = torch.as_tensor(images)
         return {"x": pairs[:, 0], "t": pairs[:, 1], "labels": torch.as_tensor(labels)}
+
+    def hold(self, indices, key=None):
+        self.held.append(indices)
 
     def outputs(self, phase, batch):
         self.modes.append(self.net.training)

@@ -6,12 +6,13 @@ import shlex
 import subprocess
 import sys
 
-from conftest import ROOT, SMALL
+from conftest import ROOT, SMALL, SMALL_GAN
 from test_methods import METHODS
 
 import common
 import runfolder
 import train_ddim
+import train_stylegan2
 
 README = (ROOT / "README.md").read_text()
 BLOCKS = re.findall(r"```(\w*)\n(.*?)```", README, re.S)
@@ -31,8 +32,9 @@ def test_readme_commands_parse_and_name_what_is_there():
     ]
     for command in found:
         words = shlex.split(command)
-        if words[:2] == ["python", "train_ddim.py"] and "--help" not in words and "growing" not in words:
-            assert train_ddim.parse_args(words[2:]).preset == "tiny"
+        module = {"train_ddim.py": train_ddim, "train_stylegan2.py": train_stylegan2}.get(words[1])
+        if module and "--help" not in words and "growing" not in words:
+            assert module.parse_args(words[2:]).preset == "tiny"
 
 
 def test_readme_example_is_a_method(train):
@@ -56,7 +58,7 @@ def test_readme_map_names_every_file():
 
 
 def test_help_and_dry_run_write_nothing(script, tmp_path):
-    for name in ("train_ddim.py", "eval_metrics.py"):
+    for name in ("train_ddim.py", "train_stylegan2.py", "eval_metrics.py"):
         text = script(name, "--help")
         assert text.returncode == 0 and "--device" in text.stdout
     shown = script("train_ddim.py", *SMALL, "--dry_run")
@@ -71,12 +73,13 @@ def test_every_flag_says_what_it_is():
 
 
 def test_train_then_again_then_evaluate(script, tmp_path):
-    first = script("train_ddim.py", *SMALL, "--method", "er")
-    assert first.returncode == 0 and first.stdout.count("er task") == 2
-    again = script("train_ddim.py", *SMALL, "--method", "er", env={"PYTHONPROFILEIMPORTTIME": "1"})
-    assert again.returncode == 0 and "is finished" in again.stdout
-    assert "torch" not in again.stderr.split()  # answered before PyTorch is loaded
-    (run,) = tmp_path.glob("runs/*/*/*/*")
+    for name, flags in (("train_stylegan2.py", SMALL_GAN), ("train_ddim.py", SMALL)):
+        first = script(name, *flags, "--method", "er")
+        assert first.returncode == 0 and first.stdout.count("er task") == 2
+        again = script(name, *flags, "--method", "er", env={"PYTHONPROFILEIMPORTTIME": "1"})
+        assert again.returncode == 0 and "is finished" in again.stdout
+        assert "torch" not in again.stderr.split()  # answered before PyTorch is loaded
+    (run,) = tmp_path.glob("runs/*/ddim/*/*")
     config = common.read_json(run / "config.json")
     config["code"]["common.py"] = "changed"
     common.write_file(run / "config.json", str(config).replace("'", '"').replace("None", "null")
@@ -92,9 +95,13 @@ def test_gpu_check_ends_on_a_cpu(tmp_path):
                            env={**os.environ, "PYTHONPATH": str(ROOT / "tests")})  # fmt: skip
     assert shown.returncode == 0, shown.stderr
     rows = [line.split(" | ")[0].strip("| ") for line in shown.stdout.splitlines() if line.startswith("| tiny")]
-    assert {"tiny, gradient, cpu against cpu", "tiny, er, stopped and resumed against unbroken", "tiny, gr, step"} <= {
-        *rows
-    }
+    assert {
+        "tiny, gradient, cpu against cpu",
+        "tiny, er, stopped and resumed against unbroken",
+        "tiny, gr, step",
+        "tiny, stylegan2, loss of R1, cpu against cpu",
+        "tiny, stylegan2, bf16, G",
+    } <= {*rows}
     assert "FAIL" not in shown.stdout and shown.stdout.count("left out") == 2
 
 
@@ -116,13 +123,14 @@ def test_run_all_lists_its_commands(tmp_path):
     assert all(line.startswith("python train_ddim.py") and "--order 1 --seed 1" in line for line in lines)
     for line in lines:
         train_ddim.parse_args(shlex.split(line)[2:])
-    count = {"digits_ddim": 12, "strengths": 41, "paper": 12 * (6 * 5 + 1)}
+    count = {"digits_ddim": 12, "digits_gan": 11, "strengths": 41, "paper": 12 * (6 * 5 + 1) + 11 * 6 * 5}
     for profile, number in count.items():
         listed = subprocess.run(["bash", str(ROOT / "run_all.sh"), "--list", profile], capture_output=True, text=True,
                                 env={**os.environ, "PYTHON": sys.executable})  # fmt: skip
         lines = listed.stdout.splitlines()
         assert len(lines) == len(set(lines)) == number, listed.stderr
         for line in lines:
-            train_ddim.parse_args(shlex.split(line)[2:])
+            _, name, *flags = shlex.split(line)
+            (train_ddim if name == "train_ddim.py" else train_stylegan2).parse_args(flags)
     wrong = subprocess.run(["bash", str(ROOT / "run_all.sh"), "nonsense"], capture_output=True, text=True)
     assert wrong.returncode == 2 and wrong.stderr.startswith("error: unknown profile") and not wrong.stdout
