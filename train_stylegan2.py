@@ -21,7 +21,7 @@ import streams
 # paper's 32 does not). tiny is for the embedded digits.
 PRESETS = {
     "tiny": dict(size=8, latent=64, depth=2, channel_base=32768, channel_max=64, residual=False, batch_size=32,
-                 replay_size=16, memory_size=20, mbstd_group=16, r1_gamma=0.1, lr=2.5e-3, steps=1200, epochs=None,
+                 replay_size=16, memory_size=20, mbstd_group=16, r1_gamma=1.0, lr=2.5e-3, steps=600, epochs=None,
                  val_samples=256, select="last"),
     "S": dict(size=32, latent=512, depth=2, channel_base=32768, channel_max=512, residual=False, batch_size=64,
               replay_size=16, memory_size=200, mbstd_group=16, r1_gamma=0.01, lr=2.5e-3, steps=None, epochs=200,
