@@ -10,6 +10,7 @@ From top to bottom: downloads · pickles · one reader a data set · the table.
 import gzip
 import hashlib
 import http.client
+import itertools
 import json
 import math
 import os
@@ -309,7 +310,9 @@ def imagenet64(folder):
     classes have an order of their own; map_clsloc.txt, published beside the data, has their names.
     """
     found = {}
-    for path in sorted(folder.rglob("*")):
+    # rglob would not enter a linked folder
+    below = sorted(Path(root, file) for root, _, files in os.walk(folder, followlinks=True) for file in files)
+    for path in below:
         match = re.fullmatch(r"train_data_batch_(\d+)(\.\w+)?", path.name)
         if match and path.is_file():
             found.setdefault(int(match[1]), []).append(path)
@@ -324,7 +327,10 @@ def imagenet64(folder):
         fail(f"imagenet64: {twice[0]} and {twice[1]} are the same part; keep one of them in {folder}")
     parts = [found[k][0] for k in range(1, 11)]
     labels = [part_of_imagenet(p, "labels") for p in tqdm(parts, "reading labels", unit="part", disable=None)]
-    names, file = frozen_names("imagenet64"), next(folder.rglob("map_clsloc.txt"), None)
+    for k, j in itertools.combinations(range(10), 2):
+        if np.array_equal(labels[k], labels[j]):  # the images are in random order
+            fail(f"imagenet64: {parts[k]} and {parts[j]} hold the same labels; put a good copy of part {j + 1} there")
+    names, file = frozen_names("imagenet64"), next((p for p in below if p.name == "map_clsloc.txt"), None)
     if file:  # n02119789 1 kit_fox
         rows = [line.split() for line in file.read_text().splitlines() if line.strip()]
         names = [row[2].replace("_", " ") for row in sorted(rows, key=lambda row: int(row[1]))]
@@ -339,15 +345,17 @@ def part_of_imagenet(path, key):
     try:
         if packed:
             with np.load(path, allow_pickle=False) as part:
-                values = part[key]
+                values, count = part[key], part["labels"].size
         else:
-            values = unpickle(path)[key]
+            part = unpickle(path)
+            values, count = part[key], len(part["labels"])
+        values = np.asarray(values, np.int64).ravel() if key == "labels" else np.asarray(values)
     except UserError:
         raise
     except Exception as error:  # a damaged file raises a dozen kinds
         fail(f"cannot read {key} of {path}: {error}; put a good copy in its place")
     if key == "labels":
-        return np.asarray(values, np.int64)
+        return values
     if values.dtype != np.uint8 or values.ndim != 2 or values.shape[1] != 3 * 64 * 64:
         fail(f"{path} holds {values.dtype} rows of {values.shape[1:]}, not uint8 of 12288: is it the 64 × 64 version?")
     return values.reshape(-1, 3, 64, 64)
@@ -360,6 +368,8 @@ def part_of_imagenet(path, key):
 #   images (test): size of the training set as CLoG's table 1 counts it, which the files must have
 #   published: classes in the files, where the benchmark drops the last ones
 #   folder: where the files lie within --data
+    if len(values) != count:  # the pictures of all later parts would get each other's labels
+        fail(f"{path} holds {len(values):,} images, but {count:,} labels; put a good copy in its place")
 DATASETS = {
     "digits": dict(classes=10, tasks=5, preset="tiny", orders="ten"),  # embedded in scikit-learn
     "mnist": dict(classes=10, tasks=5, preset="S", orders="ten", images=60_000, test=10_000,

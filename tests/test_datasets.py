@@ -401,6 +401,44 @@ def test_imagenet_takes_one_part_at_a_time(writer, tmp_path, facts):
     facts("imagenet64", images=len(labels), classes=5)
     part = 209 * 12288
     tracemalloc.start()
+@pytest.mark.parametrize("writer", ["protocol4", "npz"])
+def test_imagenet_parts_that_would_give_wrong_labels(writer, tmp_path, facts):
+    """The count of the whole is right each time."""
+    folder = tmp_path / "imagenet64"
+    _, labels = imagenet(folder, writer)
+    facts("imagenet64", images=len(labels), classes=5)
+
+    def write(path, rows, labels):
+        with open(path, "wb") as file:
+            part = {"data": np.zeros((rows, 12288), np.uint8), "labels": np.array(labels)}
+            np.savez(file, **part) if writer == "npz" else pickle.dump(part, file)
+
+    third, fourth = sorted(folder.rglob("train_data_batch_[34]*"))  # 9 and 10 images
+    good = fourth.read_bytes()
+    write(third, 8, labels[:9] + 1)  # an image less, and one more in the next part
+    write(fourth, 11, labels[9:19] + 1)
+    refused(lambda: load("imagenet64", 64, tmp_path), third, "8 images, but 9 labels")
+    third.write_bytes(good)  # one part under two names
+    fourth.write_bytes(good)
+    facts("imagenet64", images=len(labels) + 1, classes=5)
+    refused(lambda: load("imagenet64", 64, tmp_path), third, fourth, "the same labels")
+    if writer != "npz":
+        third.write_bytes(pickle.dumps({"data": [[0] * 12288], "labels": [[1], [2]]}))
+        assert readers.part_of_imagenet(third, "labels").tolist() == [1, 2]
+        refused(lambda: readers.part_of_imagenet(third, "data"), third, "int64")
+    assert not list(tmp_path.rglob("*.npy"))
+
+
+def test_imagenet_in_linked_folders(tmp_path, facts):
+    images, labels = imagenet(tmp_path / "elsewhere", "protocol4")
+    (tmp_path / "elsewhere" / "map_clsloc.txt").write_text("".join(f"n{c} {c + 1} kind_{c}\n" for c in range(5)))
+    (tmp_path / "imagenet64").mkdir()
+    (tmp_path / "imagenet64" / "64x64").symlink_to(tmp_path / "elsewhere")
+    facts("imagenet64", images=len(labels), classes=5)
+    data = load("imagenet64", 64, tmp_path)
+    assert equal(data, images, labels) and data.classes[4] == "kind 4"
+
+
     try:
         load("imagenet64", 64, tmp_path)
         assert tracemalloc.get_traced_memory()[1] < 1.8 * part
