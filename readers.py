@@ -216,6 +216,9 @@ def idx_files(name, folder, published, split):
     for file in wanted:
         arrays[file] = idx_array(gzip.decompress((folder / file).read_bytes()))
     images, labels = (arrays[file] for file in files)
+    if labels.ndim != 1 or images.shape != (len(labels), 28, 28):
+        fail(f"{name}: {folder} holds images of {images.shape} and labels of {labels.shape}, not of (n, 28, 28) and "
+             "(n,); put a good copy there")  # fmt: skip
     return Source(labels.astype(np.int64), frozen_names(name), blocks=[images[:, None]])
 
 

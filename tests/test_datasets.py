@@ -174,6 +174,12 @@ def test_damaged_mnist_offline_is_named(idx, tmp_path, network):
     (raw / IMAGES).unlink()
     (raw / IMAGES).with_suffix("").write_bytes(gzip.decompress(files[IMAGES])[:-1])  # unpacked, one byte short
     refused(lambda: load("mnist", 32, tmp_path), (raw / IMAGES).with_suffix(""), "damaged", mirror + IMAGES)
+    more = struct.pack(">IIII", 2051, 51, 28, 28) + bytes(51 * 784)  # whole, but not of these labels
+    (raw / IMAGES).with_suffix("").write_bytes(more)
+    refused(lambda: load("mnist", 32, tmp_path), raw, "(51, 28, 28) and labels of (50,)")
+    (raw / IMAGES).with_suffix("").write_bytes(gzip.decompress(files[LABELS]))
+    refused(lambda: load("mnist", 32, tmp_path), raw, "images of (50,)")
+    assert not list(tmp_path.rglob("*.npy"))
 
 
 def test_mnist_is_downloaded_checked_and_replaced(idx, tmp_path, network):
