@@ -279,13 +279,20 @@ def cub(folder):
         pairs = [line.split(maxsplit=1) for line in lines if line.strip()]
         if any(len(pair) < 2 or not pair[0].isdigit() for pair in pairs):
             fail(f"{folder / file} is damaged: each line should be a number and a value; put a good copy in its place")
-        return {int(number): value.strip() for number, value in pairs}
+        found = {int(number): value.strip() for number, value in pairs}
+        if len(found) < len(pairs):
+            fail(f"{folder / file} is damaged: a number stands there twice; put a good copy in its place")
+        return found
 
     paths, labels, split = map(read, lists)
     if not paths.keys() == labels.keys() == split.keys():
         odd = min((paths.keys() ^ labels.keys()) | (paths.keys() ^ split.keys()))
         fail(f"cub: image {odd} does not stand in all of {', '.join(lists)} in {folder}; put a good copy there")
     ids = sorted(paths)
+    for i in ids:  # 001.Black_footed_Albatross/Black_Footed_Albatross_0046_18.jpg
+        if not paths[i].startswith(f"{int(labels[i]):03d}."):
+            fail(f"cub: image {i} is {paths[i]} in images.txt, but of class {labels[i]} in image_class_labels.txt in "
+                 f"{folder}; put a good copy there")  # fmt: skip
     pictures = [folder / "images" / paths[i] for i in ids]
     need_pictures("cub", pictures)
     names = frozen_names("cub")
@@ -361,6 +368,8 @@ def part_of_imagenet(path, key):
         return values
     if values.dtype != np.uint8 or values.ndim != 2 or values.shape[1] != 3 * 64 * 64:
         fail(f"{path} holds {values.dtype} rows of {values.shape[1:]}, not uint8 of 12288: is it the 64 × 64 version?")
+    if len(values) != count:  # the pictures of all later parts would get each other's labels
+        fail(f"{path} holds {len(values):,} images, but {count:,} labels; put a good copy in its place")
     return values.reshape(-1, 3, 64, 64)
 
 
@@ -371,8 +380,6 @@ def part_of_imagenet(path, key):
 #   images (test): size of the training set as CLoG's table 1 counts it, which the files must have
 #   published: classes in the files, where the benchmark drops the last ones
 #   folder: where the files lie within --data
-    if len(values) != count:  # the pictures of all later parts would get each other's labels
-        fail(f"{path} holds {len(values):,} images, but {count:,} labels; put a good copy in its place")
 DATASETS = {
     "digits": dict(classes=10, tasks=5, preset="tiny", orders="ten"),  # embedded in scikit-learn
     "mnist": dict(classes=10, tasks=5, preset="S", orders="ten", images=60_000, test=10_000,
