@@ -101,7 +101,7 @@ def scenario(text):
     if name in DATASETS:
         known, dataset, folder, short = DATASETS[name], name, None, name
     else:
-        dataset, folder = None, Path(name).expanduser()
+        dataset, folder = None, Path(os.path.expanduser(name))  # that of Path raises if there is no such user
         if not folder.is_dir():
             fail(f"unknown data set '{name}': neither a folder nor one of {', '.join(DATASETS)}")
         folder = folder.resolve()
@@ -206,6 +206,8 @@ def load_data(scenario, size, cache, read=True, split="train"):
     cache: the folder of --data. split: train, or test for those that have one apart from what is trained on.
     UserError if the data are neither there nor to be had.
     """
+    if Path(cache).is_file():
+        fail(f"--data {cache} is a file: name a folder")
     if split == "test" and "test" not in DATASETS.get(scenario.dataset, {}):
         tests = ", ".join(name for name, facts in DATASETS.items() if "test" in facts)
         fail(f"{scenario.name} has no test split here ({tests} have): use --reference train")
@@ -281,7 +283,7 @@ def read_published(name, folder, split):
     published = facts.get("published", facts["classes"])
     try:
         source = facts["read"](folder) if split == "train" else facts["read"](folder, split)
-    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+    except (AttributeError, IndexError, KeyError, OverflowError, TypeError, ValueError) as error:
         fail(f"{name}: the files in {folder} are not those that were published ({error!r}); get the published copy")
     found, low, high = len(source.labels), source.labels.min(initial=0), source.labels.max(initial=0)
     if found != (size := facts["images" if split == "train" else "test"]):
@@ -311,7 +313,7 @@ def prepared(ready, size, source):
                 fill(ready, size, source())
     try:
         return np.load(ready / "images.npy", mmap_mode="r"), np.load(ready / "labels.npy")
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, EOFError) as error:
         fail(f"the prepared pictures {ready} are broken ({error}); remove that folder")
 
 

@@ -541,8 +541,12 @@ def test_cub(tmp_path, facts):
     (folder / "image_class_labels.txt").write_text("".join(f"{i} x\n" for i in range(1, 13)))
     plain(folder / "images" / paths[7], 9)
     refused(lambda: load("cub", 9, tmp_path), "not those that were published", folder)
+    (folder / "image_class_labels.txt").write_text("".join(f"{i} {labels[13 - i]}\n" for i in range(1, 13)))
+    refused(lambda: load("cub", 9, tmp_path), f"image 1 is {paths[1]}", f"of class {labels[12]}", folder)
     (folder / "image_class_labels.txt").write_text("1 1\n")
     refused(lambda: load("cub", 9, tmp_path), "image 2 ", "image_class_labels.txt")
+    (folder / "image_class_labels.txt").write_text("".join(f"{i} 1\n" for i in range(1, 13)) + "1 2\n")
+    refused(lambda: load("cub", 9, tmp_path), folder / "image_class_labels.txt", "twice")
     (folder / "train_test_split.txt").unlink()
     refused(lambda: load("cub", 9, tmp_path), "missing train_test_split.txt", folder)
 
@@ -664,6 +668,8 @@ def test_a_broken_preparation_is_named(tmp_path, facts):
     load("cub", 8, tmp_path)
     images = next((tmp_path / "prepared").glob("cub-8*")) / "images.npy"
     images.write_bytes(images.read_bytes()[:-1])
+    refused(lambda: load("cub", 8, tmp_path), images.parent, "remove that folder")
+    images.write_bytes(b"")
     refused(lambda: load("cub", 8, tmp_path), images.parent, "remove that folder")
 
 
@@ -825,6 +831,12 @@ def test_missing_data_are_said_before_pytorch_is_loaded(script, tmp_path):
     result = script("train_ddim.py", "--dataset", "cars", env={"PYTHONPATH": str(tmp_path)})
     assert result.returncode == 2 and result.stderr.startswith("error: cars: missing cars_train"), result.stderr
     assert result.stderr.count("\n") == 1
+
+
+def test_places_that_are_none(tmp_path):
+    refused(lambda: streams.scenario("~no-such-user/birds"), "~no-such-user/birds", "neither a folder nor")
+    (tmp_path / "data").write_text("")
+    refused(lambda: load("digits", 8, tmp_path / "data"), f"--data {tmp_path / 'data'} is a file")
 
 
 def test_half_a_copy_of_cars_is_refused(tmp_path):
