@@ -175,7 +175,7 @@ def score(run, config, args, data, reference, missing, extractor, protocol, refe
         flags.ddim_steps = args.ddim_steps
     module = importlib.import_module(f"train_{config['backbone']}")
     learner = module.Learner(flags, data, extractor.device)
-    learner.sample_batch = args.batch_size
+    learner.sample_batch = args.batch_size or learner.sample_batch
     method = runfolder.method_class(flags.method)(flags, learner)
     missing = sorted(missing, key=lambda cell: cell[::-1])  # task by task, which needs few references at a time
     bar = common.tqdm(missing, f"scoring {config['data']['name']} {flags.method} {run.name}", disable=None, leave=False)
@@ -341,7 +341,11 @@ def parse_args(argv=None):
         "--ddim_steps", type=common.divisor(1000), help="denoising steps, a divisor of 1000 (default: those of the run)"
     )
     add("--sampling_seed", type=common.whole(0), default=0, help="seed of the reported samples (default: 0)")
-    add("--batch_size", type=common.whole(1), default=256, help="images sampled at once (default: 256)")
+    add(
+        "--batch_size",
+        type=common.whole(1),
+        help="images sampled at once (default: 256; on a CPU 2^16 / side^2 of them)",
+    )
     add("--data", default="data", help="folder of data sets and caches (default: data)")
     add("--device", default="auto", help="cpu, cuda or cuda:N (default: cuda if there is one)")
     return p.parse_args(argv)

@@ -86,8 +86,7 @@ class DDIM:
 
     def __init__(self, args, data, device):
         self.args, self.data, self.device = args, data, device
-        # images at once in `sample`; no image depends on it. On a CPU fewer of the large: at 64² one takes 37 MB
-        self.sample_batch = 256 if torch.device(device).type == "cuda" else min(256, 2**16 // args.size**2)
+        self.sample_batch = common.images_at_once(device, args.size)  # in `sample`; no image depends on it
         # linear betas, epsilon-prediction, leading spacing; the sampler clips its estimate of the image to [-1, 1]
         self.scheduler = DDIMScheduler(num_train_timesteps=1000)
         self.unet = self.initial(args.seed).to(device)

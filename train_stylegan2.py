@@ -371,7 +371,7 @@ class StyleGAN2:
 
     def __init__(self, args, data, device):
         self.args, self.data, self.device = args, data, device
-        self.sample_batch = 256  # images at once in `sample`; no image depends on it
+        self.sample_batch = common.images_at_once(device, args.size)  # in `sample`; no image depends on it
         self.held = {"fake": None, "real": None}  # minibatch statistic for importance, one image at a time
         self.G, self.D = (net.to(device, memory_format=torch.channels_last) for net in self.initial(args.seed))
         if torch.device(device).type == "cuda":

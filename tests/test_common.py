@@ -276,3 +276,9 @@ def test_class_orders_are_those_of_the_paper():
     assert orders["ten"][4] == [1, 5, 7, 2, 0, 3, 4, 6, 8, 9]
     for name, n in (("ten", 10), ("flowers", 102), ("imagenet", 1000), ("classes200", 200), ("objects", 5)):
         assert all(sorted(order) == list(range(n)) for order in orders[name])
+
+
+def test_images_at_once():
+    """The memory of sampling: 256 images at once, but few large ones on a CPU."""
+    assert [common.images_at_once("cpu", side) for side in (8, 16, 32, 64, 128, 512)] == [256, 256, 64, 16, 4, 1]
+    assert common.images_at_once("cuda:1", 128) == 256
