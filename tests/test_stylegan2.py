@@ -180,6 +180,17 @@ def test_minibatch_standard_deviation(count, group, used):
         assert found[i].item() == pytest.approx(np.sqrt(members.var(0) + 1e-8).mean(), rel=1e-9)
 
 
+def test_resampling_keeps_a_constant_picture_and_the_mean_of_any():
+    taps = train_stylegan2.binomial()
+    up = train_stylegan2.upsample(torch.ones(1, 2, 6, 6), taps)
+    assert up.shape == (1, 2, 12, 12) and torch.allclose(up[..., 1:-1, 1:-1], torch.ones(1, 2, 10, 10))
+    for padding, stride, inside in ((1, 1, 3), (2, 1, 3), (1, 2, 1)):
+        low = train_stylegan2.blur(torch.ones(1, 2, 8, 8), taps, padding, stride)
+        assert torch.allclose(low[..., inside:-inside, inside:-inside], torch.ones(()))
+    picture = F.pad(torch.rand(1, 1, 4, 4), [3] * 4)
+    assert torch.isclose(train_stylegan2.upsample(picture, taps).sum(), 4 * picture.sum())
+
+
 def test_one_image_and_a_batch_that_does_not_divide(learner):
     batch = some_of(learner, 7)
     for phase in learner.phases(0):
