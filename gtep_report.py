@@ -108,8 +108,8 @@ def write(args, tuned, winners, finals):
     write_trials(args, names, tuned)
     text = [
         f"# Tuned on {names[tune]}, judged on {names.get(judge, args.eval)}\n",
-        f"{args.backbone}, space `{args.space}`, class orders {' '.join(map(str, args.orders))}. FID, smaller is better; "
-        "mean ± sample standard deviation over the orders.\n",
+        f"{args.backbone}, space `{args.space}`, class orders {' '.join(map(str, args.orders))}. FID, smaller is "
+        "better; mean ± sample standard deviation over the orders.\n",
         *phase_1(args, names, tuned, winners),
     ]
     if finals:
@@ -146,8 +146,8 @@ def phase_1(args, names, tuned, winners):
     return [
         "## Phase 1: what was chosen\n",
         *table(head, rows),
-        "Best mean AFQ over the orders; a trial with a failed run is worst, of equal ones the first is taken. An optimum "
-        "at the edge of its list may lie beyond it. AFQ in tuning is a winner's score, and no result.\n",
+        "Best mean AFQ over the orders; a trial with a failed run is worst, of equal ones the first is taken. An "
+        "optimum at the edge of its list may lie beyond it. AFQ in tuning is a winner's score, and no result.\n",
     ]
 
 
@@ -174,8 +174,8 @@ def phase_2(args, names, tune, judge, winners, finals, cells):
     return [
         f"## Phase 2: the result on {names[judge]}\n",
         *table(["method", "values", *MEASURES, "95 % interval of AFQ", "failed runs"], rows),
-        f"The interval is Student's t over {n} orders. Means are of the runs that did not fail; in ranks a method with a "
-        f"failed run is worst. With {n} orders an exact sign-flip test cannot go under p = {2 / 2**n:.4g}.\n",
+        f"The interval is Student's t over {n} orders. Means are of the runs that did not fail; in ranks a method with "
+        f"a failed run is worst. With {n} orders an exact sign-flip test cannot go under p = {2 / 2**n:.4g}.\n",
     ]
 
 
@@ -216,9 +216,7 @@ def compared(args, names, tune, judge, tuned, winners, finals, cells):
     if both:
         text += ["## AFQ by what it was tuned and judged on\n"]
         text += table(["method", "tuned on", f"judged on {names[tune]}", f"judged on {names[judge]}"], matrix)
-        text += [
-            "All with fresh seeds. A column compares; a row does not, as scores of other data are on another scale.\n"
-        ]
+        text += ["All with fresh seeds. A column compares, a row does not: scores of other data have another scale.\n"]
     more = ["gap", "gap, %", "95 % interval of gap", "p, sign flip", "ρ of trials"] if both else []
     text += [
         "## The conventional protocol and this one\n",
@@ -227,8 +225,8 @@ def compared(args, names, tune, judge, tuned, winners, finals, cells):
         f"Kendall's τ-b of the two rankings: {short(tau)}.\n",
     ]
     if both:
-        text += ["gap = GTEP − conventional, positive where tuning on the scenario itself flatters; interval and p are of "
-                 "its orders in pairs. ρ is Spearman's, between the scores of the same trials on both scenarios.\n"]  # fmt: skip
+        text.append("gap = GTEP − conventional, positive where tuning on the scenario itself flatters; interval and p "
+                    "are of the orders in pairs. ρ is Spearman's, of the scores of the same trials on both.\n")  # fmt: skip
     return text
 
 
@@ -242,10 +240,10 @@ def what_was_read(args, names, tuned, finals):
     return [
         "## What was read\n",
         *table(["phase", "images (digest)", "features of the scores"], rows),
-        f"Tuning on {names[next(iter(tuned))[0]]} read no picture of {args.eval}, and a classifier-… has learnt the classes "
-        "of its own scenario alone. To refuse a pair that overlaps or differs, class names are read on both sides; of a "
-        "folder also names, sizes and times of its files and the size of one picture.\n",
-    ]  # fmt: skip
+        f"Tuning on {names[next(iter(tuned))[0]]} read no picture of {args.eval}, and a classifier-… has learnt the "
+        "classes of its own scenario alone. To refuse a pair that overlaps or differs, class names are read on both "
+        "sides; of a folder also names, sizes and times of its files and the size of one picture.\n",
+    ]
 
 
 def hours(args, names, tuned):
