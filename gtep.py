@@ -58,12 +58,12 @@ def trial_values(method, space, i):
     Each list is shuffled once, and gone through again and again; where the lists would meet in the same way again,
     one is turned by one place. So no value comes twice before its list is through, and no combination before all are.
     """
-    values, combinations = {}, 1
+    values, so_far = {}, 1  # so_far: combinations of the lists before this one
     for flag, listed in search_space(method, space).items():
         shuffled = sorted(listed, key=lambda value: common.hash32((method, space, flag, value)))
-        turn = (i - 1) // math.lcm(combinations, len(listed))
+        turn = (i - 1) // math.lcm(so_far, len(listed)) % math.gcd(so_far, len(listed))
         values[flag] = shuffled[(i - 1 + turn) % len(listed)]
-        combinations *= len(listed)
+        so_far *= len(listed)
     return values
 
 
@@ -72,9 +72,10 @@ def combinations(method, space):
 
 
 def at_the_edge(method, space, values):
-    """Flags whose value is the first or last of its list: the optimum may lie beyond it."""
+    """Flags whose value is the smallest or largest of its list: the optimum may lie beyond it."""
     lists = search_space(method, space)
-    return [flag for flag, value in values.items() if value in (min(lists[flag]), max(lists[flag]))]
+    numbers = {flag: value for flag, value in values.items() if not isinstance(value, str)}
+    return [flag for flag, value in numbers.items() if value in (min(lists[flag]), max(lists[flag]))]
 
 
 def training_flags(values, base):
@@ -88,7 +89,8 @@ def training_flags(values, base):
 
 
 def written(flags):
-    return ", ".join(f"{flag}={value:.6g}" for flag, value in flags) or "–"
+    texts = [f"{flag}={value if isinstance(value, str) else f'{value:.6g}'}" for flag, value in flags]
+    return ", ".join(texts) or "–"
 
 
 # ---------------------------------------------------------------------------------------------- scenarios

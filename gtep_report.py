@@ -225,8 +225,10 @@ def compared(args, names, tune, judge, tuned, winners, finals, cells):
         f"Kendall's τ-b of the two rankings: {short(tau)}.\n",
     ]
     if both:
-        text.append("gap = GTEP − conventional, positive where tuning on the scenario itself flatters; interval and p "
-                    "are of the orders in pairs. ρ is Spearman's, of the scores of the same trials on both.\n")  # fmt: skip
+        text.append(
+            "gap = GTEP − conventional, positive where tuning on the scenario itself flatters; interval and p are of "
+            "the orders in pairs. ρ is Spearman's, of the scores of the same trials on both.\n"
+        )
     return text
 
 
