@@ -210,7 +210,7 @@ def outcome(args, run):
     if not rows or not any(folder.glob("*/*/*/*/DONE")):
         return None
     if len(rows) > 1:
-        common.fail(f"{folder} holds scores of several protocols or programs: choose another --out")
+        common.fail(f"{folder} holds several scores: name --num_samples and --extractor, or choose another --out")
     data = common.read_json(next(folder.glob("*/*/*/*/config.json")))["data"]
     costs = common.read_csv(folder / "scores" / "cost.csv")
     spent = [float(value) for row in costs for name, value in row.items() if name.endswith("_seconds")]
@@ -253,10 +253,13 @@ def do(args, run, children):
             if code and is_in_use(folder):
                 return False
             # not the method's fault: a wrong flag, missing data, a full disk, or it was told to end
-            if code in (2, 130, -2, -15) or (code and last.startswith("cannot write")):
+            if code in (2, 130, -2, -15) or (code and ("cannot write" in last or "No space left" in last)):
                 common.fail(f"{last or f'ended with {code}'} ({folder}/output.txt)", 2 if code == 2 else 1)
+            if code < 0 and not (folder / "KILLED").exists():  # by a person, or for its memory: the second time tells
+                common.write_file(folder / "KILLED", f"by signal {-code}\n".encode())
+                return False
             if code:
-                why = f"ended by signal {-code}" if code < 0 else last or f"ended with {code}"
+                why = f"was killed twice, by signal {-code}" if code < 0 else last or f"ended with {code}"
                 common.write_file(folder / "FAILED", f"{why}\n".encode())
                 break
         found = outcome(args, run)
