@@ -103,7 +103,7 @@ def described(args, dataset):
     done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL)
     if done.returncode:
         lines = done.stderr.strip().splitlines() or [f"{script(args)} --dry_run ended with {done.returncode}"]
-        common.fail(lines[-1].removeprefix("error: "))
+        common.fail(f"{dataset}: {lines[-1].removeprefix('error: ')}")
     return json.JSONDecoder().raw_decode(done.stdout[done.stdout.index("{") :])[0]
 
 
@@ -243,15 +243,18 @@ def do(args, run, children):
         if is_in_use(folder):
             return False
         began = time.monotonic()
-        for command in commands(args, run):
+        train, score = commands(args, run)
+        for command in (train, score):
             with open(folder / "output.txt", "ab+") as log:
                 child = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT)
                 children.append(child)
                 code = child.wait()
                 log.seek(max(0, log.seek(0, 2) - 5000))
                 last = (log.read().decode(errors="replace").strip().splitlines() or [""])[-1].removeprefix("error: ")
-            if code and is_in_use(folder):
+            if code and ("in use by another process" in last or is_in_use(folder)):
                 return False
+            if code and command is score and not any(folder.glob("*/*/*/*/DONE")):
+                return False  # a checkpoint was found broken: the next time it is trained again
             # not the method's fault: a wrong flag, missing data, a full disk, or it was told to end
             if code in (2, 130, -2, -15) or (code and ("cannot write" in last or "No space left" in last)):
                 common.fail(f"{last or f'ended with {code}'} ({folder}/output.txt)", 2 if code == 2 else 1)

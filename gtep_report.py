@@ -171,11 +171,12 @@ def phase_2(args, names, tune, judge, winners, finals, cells):
         row = [method, best["values"] if best else "–", *(short(*cells[key][m][:2]) for m in MEASURES)]
         rows.append([*row, span(*cells[key]["AFQ"][2:]), f"{failed(finals[key])} of {len(finals[key])}"])
     n = len(args.orders)
+    over = f"{n} order{'s' * (n > 1)}"
     return [
         f"## Phase 2: the result on {names[judge]}\n",
         *table(["method", "values", *MEASURES, "95 % interval of AFQ", "failed runs"], rows),
-        f"The interval is Student's t over {n} orders. Means are of the runs that did not fail; in ranks a method with "
-        f"a failed run is worst. With {n} orders an exact sign-flip test cannot go under p = {2 / 2**n:.4g}.\n",
+        f"The interval is Student's t over {over}. Means are of the runs that did not fail; in ranks a method with "
+        f"a failed run is worst. With {over} an exact sign-flip test cannot go under p = {2 / 2**n:.4g}.\n",
     ]
 
 
