@@ -240,7 +240,7 @@ def do(args, run, children):
             return False
         if outcome(args, run):
             return True
-        if is_in_use(folder):
+        if is_in_use(folder):  # asked here, as the script could say so only after it has loaded PyTorch
             return False
         began = time.monotonic()
         train, score = commands(args, run)
@@ -251,7 +251,7 @@ def do(args, run, children):
                 code = child.wait()
                 log.seek(max(0, log.seek(0, 2) - 5000))
                 last = (log.read().decode(errors="replace").strip().splitlines() or [""])[-1].removeprefix("error: ")
-            if code and ("in use by another process" in last or is_in_use(folder)):
+            if code and "in use by another process" in last:  # since it was asked
                 return False
             if code and command is score and not any(folder.glob("*/*/*/*/DONE")):
                 return False  # a checkpoint was found broken: the next time it is trained again
