@@ -47,7 +47,7 @@ try:
     fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
 except OSError:
     with open(Path(__file__).parent / "ledger", "a") as ledger:
-        ledger.write(json.dumps(["refused", flags]) + "\n")
+        ledger.write(json.dumps(["refused", flags]) + "\\n")
     sys.exit("error: in use by another process")
 if (folder / "DONE").exists():
     sys.exit()
