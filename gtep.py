@@ -387,7 +387,11 @@ def main(argv=None):
         for (source, method), best in winners.items():
             again = [run._replace(dataset=judged, seed=run.order + FRESH) for run in best["runs"]] if best else []
             finals[source, judged, method] = again
-    do_all(args, [run for runs in finals.values() for run in runs], 2)
+    try:
+        do_all(args, [run for runs in finals.values() for run in runs], 2)
+    except common.UserError:  # such as data of D^E that are not there
+        gtep_report.write(args, tuned, winners, {})
+        raise
     if args.list:
         return common.note("nothing is left to do; without --list the report is written")
     lost = [gtep_report.LOST] * len(args.orders)
