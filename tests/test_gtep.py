@@ -369,17 +369,22 @@ def test_a_training_that_is_killed_is_taken_up_once_more(bench):
     assert found == {"l2": ("3", ""), "si": ("", "was killed twice, by signal 9")}
 
 
-def test_a_broken_checkpoint_is_trained_again(bench):
+def test_a_broken_checkpoint_is_trained_again_and_a_run_in_use_is_waited_for(bench):
     bench.plan("""
     import os
-    def broken():
-        if not os.path.exists("once"):
-            open("once", "w").close()
+    def once(name):
+        if not os.path.exists(name):
+            open(name, "w").close()
             return True
+    broken = lambda: once("a")
+    wrong = lambda flags: (2, "x is in use by another process; wait") if once("b") else None
     afq = lambda flags: 3
     """)
-    assert bench.run("--methods", "er", *DIGITS, "--orders", 1).returncode == 0
-    assert len(bench.ledger()) == 2 * 3 and not list(bench.folder.rglob("FAILED"))
+    done = bench.run("--methods", "er", *DIGITS, "--orders", 1)
+    assert done.returncode == 0, done.stderr
+    ends = [(what, flags["dataset"]) for what, flags in bench.ledger() if what == "end"]
+    assert ends == [("end", "digits:0-4"), ("end", "digits:0-4"), ("end", "digits:5-9")]
+    assert not list(bench.folder.rglob("FAILED"))
 
 
 def test_interrupted(bench):
