@@ -288,7 +288,8 @@ def draw(args, names, tune, judge, tuned, cells):
     if cells:
         right.set(xticks=[0, 1], xticklabels=[f"tuned on {names[judge]}", f"tuned on {names[tune]}"], xlim=(-0.3, 1.3),
                   ylabel="AFQ", title=f"Phase 2: judged on {names[judge]}")  # fmt: skip
-        right.legend(frameon=False, fontsize=7)
+        if right.get_legend_handles_labels()[0]:
+            right.legend(frameon=False, fontsize=7)
     else:
         right.set_axis_off()
     picture = io.BytesIO()

@@ -354,6 +354,14 @@ def test_what_is_not_the_methods_fault_stops_everything(bench):
     assert bench.run("--methods", "l2", *DIGITS, "--trials", 2, "--orders", 1).returncode == 0
 
 
+def test_a_method_of_which_all_fails_is_reported(bench):
+    bench.plan("wrong = lambda flags: (1, 'loss is nan')")
+    done = bench.run("--methods", "ncl", *DIGITS, "--orders", 1)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "| digits_0-4 | ncl | 1 of 1 | 1 of 1 | none: all trials failed | – | – |" in done.stdout
+    assert bench.rows("results.csv")[0]["failed"] == "1" and len(bench.ledger()) == 1
+
+
 def test_a_training_that_is_killed_is_taken_up_once_more(bench):
     bench.plan("""
     import os
