@@ -301,7 +301,7 @@ def do_all(args, runs, phase):
                 over = [f.result() for f in futures]
                 left = [run for run, is_over in zip(left, over, strict=True) if not is_over]
                 if not any(over):
-                    time.sleep(2)
+                    time.sleep(1)
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             for child in children:

@@ -321,7 +321,7 @@ def test_killed_then_shared_by_two_processes(bench):
     (bench.folder / "ledger").unlink()
     with open(bench.folder / "plan.py", "a") as file:  # the third takes longer than two programs take to start
         file.write("\nbegun = open('ledger').read().count('begin') if __import__('os').path.exists('ledger') else 0\n"
-                   "seconds = 4 if begun == 2 else 0.2\n")  # fmt: skip
+                   "seconds = 3 if begun == 2 else 0.1\n")  # fmt: skip
     first = subprocess.Popen(bench.command(*plan, "--out", "o"), cwd=bench.folder, stdout=subprocess.DEVNULL)
     deadline = time.monotonic() + 60
     while sum(what == "begin" for what, _ in bench.ledger()) < 3 and time.monotonic() < deadline:
