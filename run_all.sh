@@ -5,6 +5,7 @@
 #   bash run_all.sh digits_ddim      all twelve methods on the digits
 #   bash run_all.sh digits_gan       the eleven methods that StyleGAN2 knows on the digits
 #   bash run_all.sh strengths        two tasks of digits, each penalty over the eight strengths of its `search`
+#   bash run_all.sh gtep_demo        the two-phase protocol in small: digits 0-4 against 5-9, four methods
 #   bash run_all.sh paper            the label-conditioned benchmark: StyleGAN2 and DDIM, seven data sets, five orders
 #                                    (GPU-months)
 #   bash run_all.sh --list quick     print the training commands of a profile, one a line, and run nothing
@@ -51,6 +52,12 @@ for method in ('kd', 'l2', 'ewc', 'si', 'mas'):
         print(f'$train --method {method} --{method}_weight {value}')"
 }
 
+gtep_demo() {  # $1: --list, or nothing. As small as still shows all parts of the report: its numbers prove nothing
+    echo "$PYTHON gtep.py $1 --methods l2 si kd er --tune digits:0-4 --eval digits:5-9 --both --trials 3 --orders 1 2" \
+        "--jobs $JOBS --num_samples 64 --out results/gtep_demo" \
+        "-- --steps 40 --batch_size 16 --replay_size 8 --ddim_steps 10"
+}
+
 paper() {  # order 1 of the small data sets comes first; ImageNet has one order, and no GAN, as in the paper
     for order in 1 2 3 4 5; do
         for dataset in mnist fashion cifar10 flowers cub cars; do
@@ -71,17 +78,22 @@ list=""
 if [ "${1:-}" = --list ]; then list=yes; shift; fi
 profile=${1:-quick}
 case $profile in
+    gtep_demo) ;;
     quick | digits_ddim) runs=runs/digits/ddim results=results ;;
     digits_gan) runs=runs/digits/stylegan2 results=results ;;
     paper) runs=runs results="results --paper" JOBS=${JOBS:-1} ;;  # one GPU: one run at a time
     strengths) runs=runs/strengths results=results/strengths ;;
-    *) echo "error: unknown profile '$profile': choose quick, digits_ddim, digits_gan, strengths or paper" >&2; exit 2 ;;
+    *) echo "error: unknown profile '$profile': choose quick, digits_ddim, digits_gan, strengths, gtep_demo or paper" >&2; exit 2 ;;
 esac
-if [ -n "$list" ]; then "$profile"; exit; fi
-
 cores=$(getconf _NPROCESSORS_ONLN)
 JOBS=${JOBS:-$((cores < 4 ? cores : 4))}
+if [ -n "$list" ]; then
+    if [ "$profile" = gtep_demo ]; then $(gtep_demo --list); else "$profile"; fi
+    exit
+fi
+
 export OMP_NUM_THREADS=${THREADS:-1}
+if [ "$profile" = gtep_demo ]; then $(gtep_demo ""); exit; fi
 # Side by side, progress bars would write over each other: through a pipe the scripts print a line a task instead.
 if [ "$JOBS" -gt 1 ]; then
     echo "$("$profile" | wc -l) runs, $JOBS at a time; a line for each task learnt"
