@@ -382,8 +382,8 @@ def importance(learner, task, count, seed, objective, add):
     """Importance of each parameter, a mean over single images of the task → {name: tensor like the parameter}.
 
     learner, task: as a method gets them. count: images at most, drawn without repetition.
-    objective(phase, batch): scalar of a batch of one image, or (n,) independent ones, each differentiated in eval mode
-    for each main phase.
+    objective(phase, batch): scalar of a batch of one image, or a tuple of independent ones, each differentiated in eval
+    mode for each main phase.
     add(total, gradient): adds what one gradient contributes to its running total, in place.
     """
     import torch
@@ -396,18 +396,17 @@ def importance(learner, task, count, seed, objective, add):
     training = {name: net.training for name, net in learner.nets.items()}
     for net in learner.nets.values():
         net.eval()
-    learner.hold(shuffled[: learner.args.batch_size], (seed, task.number, "usual batch"))
+    usual = np.resize(shuffled, learner.args.batch_size)  # of a small task every image several times, as in training
+    learner.hold(usual, (seed, task.number, "usual batch"))
     for k, index in enumerate(tqdm(pick, f"importance of task {task.number}", unit="img", disable=None, leave=False)):
         key = (seed, task.number, k, "importance")
         batch = learner.draw(images[index : index + 1], labels[index : index + 1], key)
         for phase in phases:
             torch.manual_seed(hash32((*key, phase.name)))
             params = learner.params(phase)
-            terms = objective(phase, batch).reshape(-1)
-            for n, term in enumerate(terms, 1):
-                gradients = torch.autograd.grad(
-                    term, list(params.values()), allow_unused=True, retain_graph=n < len(terms)
-                )
+            terms = objective(phase, batch)
+            for term in terms if isinstance(terms, tuple) else (terms,):
+                gradients = torch.autograd.grad(term, list(params.values()), allow_unused=True)
                 for name, gradient in zip(params, gradients, strict=True):
                     if gradient is not None:
                         add(totals[name], gradient)
@@ -484,8 +483,8 @@ def on_gpu(images, indices, device):
 
 
 def images_at_once(device, side):
-    """Images to sample at once, `side` pixels wide: 256, on a CPU fewer of the large (DDIM: 37 MB for one of 64²)."""
-    return 256 if device.startswith("cuda") else max(1, min(256, 2**16 // side**2))
+    """Images to sample at once, `side` pixels wide: 256, fewer of the large (DDIM: 37 MB for one of 64²)."""
+    return max(1, min(256, 2 ** (20 if device.startswith("cuda") else 16) // side**2))
 
 
 def peak_memory(device):

@@ -344,7 +344,7 @@ def parse_args(argv=None):
     add(
         "--batch_size",
         type=common.whole(1),
-        help="images sampled at once (default: 256; on a CPU 2^16 / side^2 of them)",
+        help="images sampled at once (default: 256, on a CPU 2^16 / side^2 at most)",
     )
     add("--data", default="data", help="folder of data sets and caches (default: data)")
     add("--device", default="auto", help="cpu, cuda or cuda:N (default: cuda if there is one)")

@@ -74,7 +74,7 @@ def training_parser(description):
     )
     length.add_argument("--epochs", type=whole(1), help="passes over the task's images (default: the preset's)")
     add("--batch_size", type=whole(1), help="images of the current task a step (default: the preset's)")
-    add("--lr", type=positive, help="peak learning rate (default: the preset's)")
+    add("--lr", type=positive, help="learning rate; ddim: at its peak (default: the preset's)")
     add("--device", default="auto", help="cpu, cuda or cuda:N (default: cuda if there is one)")
     add(
         "--precision",
@@ -224,6 +224,7 @@ def describe(args, script, data, tasks, device):
 
 def write_or_check_config(run, config, args, script):
     """First start: writes config.json. Later starts: the pictures must be the same, the rest is said."""
+    (run / "DIVERGED").unlink(missing_ok=True)
     path = run / "config.json"
     if not path.exists():
         return write_file(path, json.dumps(config, indent=1).encode())
@@ -269,8 +270,16 @@ def finished_tasks(run, tasks):
     return done
 
 
+def diverged(run, message):
+    """Ends the program; leaves a file DIVERGED, by which gtep.py knows. The same command may try again."""
+    write_file(run / "DIVERGED", f"{message}\n".encode())
+    fail(f"{message}; try a lower --lr or strength of the method", code=1)
+
+
 def save_state(run, state):
-    """Replaces the newest state inside a task, whose number is state["task"]."""
+    """Replaces the newest state inside a task, whose number is state["task"]; never by weights that are not finite."""
+    if not all(w.isfinite().all() for net in state["nets"].values() for w in net.values()):
+        diverged(run, f"the weights after step {state['step']} of task {state['task']} are not finite and are not kept")
     with new_folder(run / "resume") as folder:
         save_tensors(state, folder / "state.pt")
 
@@ -293,7 +302,7 @@ def keep_task(run, method, tasks, task, best, steps, cost, parameters, trained):
     """
     args, learner = method.args, method.learner
     if not all(p.isfinite().all() for net in learner.nets.values() for p in net.parameters()):
-        fail(f"the weights after task {task.number} are not finite; it is not kept; try a lower --lr", 1)
+        diverged(run, f"the weights after task {task.number} are not finite; it is not kept")
     clock = time.perf_counter()
     method.end_task(task)
     cost["importance"] = time.perf_counter() - clock
@@ -372,10 +381,10 @@ class Log:
             column = torch.stack([torch.as_tensor(c, dtype=torch.float32).detach() for c in column]).cpu()
             bad = (~column.isfinite()).nonzero()
             if len(bad) and name.startswith(("loss", "penalty", "gradient")):
-                fail(
+                diverged(
+                    self.path.parent,
                     f"{name} of task {self.task} is {column[bad[0, 0]].item()} at step {steps[bad[0, 0]]}; nothing "
-                    "was saved since it was last finite; try a lower --lr or strength of the method",
-                    code=1,
+                    "was saved since it was last finite",
                 )
             means[name] = column.mean().item()
         step = self.pending[-1][0] + 1
@@ -385,6 +394,9 @@ class Log:
         row |= {"seconds": f"{seconds:.2f}", "images_per_second": f"{speed:.1f}"}
         new = self.header is None
         self.header = self.header or list(row)
+        if more := [name for name in row if name not in self.header]:  # a lazy phase, first met after the log was lost
+            self.header += more
+            write_csv(self.path, [dict.fromkeys(self.header, "") | old for old in read_csv(self.path)])
         with open(self.path, "a", newline="") as file:
             writer = csv.DictWriter(file, self.header, restval="", lineterminator="\n")
             if new:

@@ -53,6 +53,7 @@ if __name__ == "__main__":  # a finished run is recognised before PyTorch is loa
         if not ARGS.dry_run:  # data that are missing, too
             streams.load_data(streams.scenario(ARGS.dataset), ARGS.size, ARGS.data)
 
+import contextlib  # noqa: E402
 import copy  # noqa: E402
 import json  # noqa: E402
 import math  # noqa: E402
@@ -159,8 +160,9 @@ class StyleLayer(nn.Module):
 
     def forward(self, x, w, noise):
         """x (N, inputs, H, W), w (N, width), noise (N or 1, 1, resolution, resolution)."""
-        style = self.affine(w)
-        norm = (style.square() @ self.weight.square().sum((2, 3)).t() + 1e-8).rsqrt()
+        with torch.autocast(x.device.type, enabled=False):  # a few numbers, on which all others depend
+            style = self.affine(w)
+            norm = (style.square() @ self.weight.square().sum((2, 3)).t() + 1e-8).rsqrt()
         x = x * style[:, :, None, None].to(x.dtype)
         if self.up:
             x = F.conv_transpose2d(x, self.weight.transpose(0, 1), stride=2)
@@ -181,7 +183,8 @@ class ToRGB(nn.Module):
         self.bias = nn.Parameter(torch.zeros(3))
 
     def forward(self, x, w):
-        style = self.affine(w) / self.weight.shape[1] ** 0.5
+        with torch.autocast(x.device.type, enabled=False):
+            style = self.affine(w) / self.weight.shape[1] ** 0.5
         return F.conv2d(x * style[:, :, None, None].to(x.dtype), self.weight, self.bias).float()
 
 
@@ -206,7 +209,8 @@ class SynthesisBlock(nn.Module):
         for name in self.layers:
             x = getattr(self, name)(x, w, noise.pop(0))
         rgb = self.torgb(x, w)
-        return x, rgb if image is None else rgb + upsample(image, self.resample_filter)
+        with torch.autocast(x.device.type, enabled=False):  # the image stays float32
+            return x, rgb if image is None else rgb + upsample(image, self.resample_filter)
 
 
 class Synthesis(nn.Module):
@@ -272,6 +276,7 @@ class Conv(nn.Module):
 
 
 class DiscriminatorBlock(nn.Module):
+    # the published layout has a resample_filter here too, and in every Conv, used or not
     def __init__(self, inputs, outputs, first, residual):
         super().__init__()
         self.first, self.residual = first, residual
@@ -366,6 +371,19 @@ class Phase(NamedTuple):
     generator: bool = False  # distillation belongs to the phase that trains what makes the images
 
 
+@contextlib.contextmanager
+def fixed(net):
+    """What is computed here gives the weights of `net` no gradient."""
+    trained = [p for p in net.parameters() if p.requires_grad]
+    for p in trained:
+        p.requires_grad_(False)
+    try:
+        yield
+    finally:
+        for p in trained:
+            p.requires_grad_(True)
+
+
 class StyleGAN2:
     """The learner: all that a method may touch. Images in model range are float32, about [-1, 1]."""
 
@@ -391,7 +409,8 @@ class StyleGAN2:
 
     def params(self, phase):
         """{"G.…": Parameter}: what this phase trains."""
-        return {f"{net}.{name}": p for net in phase.nets for name, p in self.nets[net].named_parameters()}
+        named = [(f"{net}.{name}", p) for net in phase.nets for name, p in self.nets[net].named_parameters()]
+        return {name: p for name, p in named if p.requires_grad}
 
     def draw(self, images, labels, key):
         """A batch with its randomness: uint8 images (N, 3, H, W) and labels (N,) → dict of tensors with N rows.
@@ -414,42 +433,44 @@ class StyleGAN2:
         with self.autocast():
             return self.G(batch["latents"][:, which], batch["labels"], batch["noise"][:, which])
 
-    def judge(self, images, labels, kind):
+    def discriminate(self, images, labels, kind):
         """Logits (N, 1) of fake or real images."""
         with self.autocast():
             return self.D(images, labels, self.held[kind])
 
     def outputs(self, phase, batch):
         """What MAS measures and KD matches: images of G, logits (N, 1) of D for real images."""
-        return self.generate(batch, 0) if phase.name == "G" else self.judge(batch["images"], batch["labels"], "real")
+        return (
+            self.generate(batch, 0)
+            if phase.name == "G"
+            else self.discriminate(batch["images"], batch["labels"], "real")
+        )
 
     def losses(self, phase, batch):
-        """Terms of the loss, one a logit (StyleGAN2-ADA's non-saturating logistic loss): of G (N, 1), of D (2N, 1)."""
+        """Terms of the loss (StyleGAN2-ADA's non-saturating logistic loss), each (N, 1): of G one, of D two."""
         if phase.name == "G":
-            self.D.requires_grad_(False)  # D is fixed: what it holds gets no gradient
             batch["out"] = self.outputs(phase, batch)
             # KD's gradient lies otherwise in memory: a weight of 0 would still change the last bits
             batch["out"].register_hook(lambda g: g.contiguous(memory_format=torch.channels_last))
-            logits = self.judge(batch["out"], batch["labels"], "fake")
-            self.D.requires_grad_(True)
-            return F.softplus(-logits)
+            with fixed(self.D):
+                return (F.softplus(-self.discriminate(batch["out"], batch["labels"], "fake")),)
         with torch.no_grad():
             fakes = self.generate(batch, 1)
         batch["out"] = self.outputs(phase, batch)
-        return torch.cat([F.softplus(self.judge(fakes, batch["labels"], "fake")), F.softplus(-batch["out"])])
+        return F.softplus(self.discriminate(fakes, batch["labels"], "fake")), F.softplus(-batch["out"])
 
     def loss(self, phase, batch):
         """Scalar. R1: γ/2 E‖∂D/∂x‖² over real images (Mescheder et al., 2018), times the steps that it stands for."""
         if phase.name != "R1":
-            return self.losses(phase, batch).sum() / len(batch["labels"])
+            return sum(term.sum() for term in self.losses(phase, batch)) / len(batch["labels"])
         images = batch["images"].detach().requires_grad_()
-        # in float32, and not compiled: torch.compile has no second derivatives
+        # without autocast, and not compiled: torch.compile has no second derivatives
         (slope,) = torch.autograd.grad(self.D.forward(images, batch["labels"]).sum(), images, create_graph=True)
         return R1_EVERY * self.args.r1_gamma / 2 * slope.square().sum((1, 2, 3)).mean()
 
     def nll(self, phase, batch):
-        """−log p of one image's logits, which are independent: (1,) in the phase of G, (2,) in that of D."""
-        return self.losses(phase, batch).flatten()
+        """−log p of one image's logits, which are independent: one scalar in the phase of G, two in that of D."""
+        return tuple(term.sum() for term in self.losses(phase, batch))
 
     @torch.no_grad()
     def hold(self, indices, key=None):
@@ -459,7 +480,9 @@ class StyleGAN2:
         if indices is not None:
             batch = self.draw(self.data.images[indices], self.data.labels[indices], key)
             for kind, images in (("fake", self.generate(batch, 1)), ("real", batch["images"])):
-                self.held[kind] = minibatch_stddev(self.D.features(images), self.D.b4.group).mean()
+                with self.autocast():
+                    features = self.D.features(images)
+                self.held[kind] = minibatch_stddev(features, self.D.b4.group).mean()
 
     @torch.no_grad()
     def sample(self, conditions, seeds):

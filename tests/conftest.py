@@ -20,9 +20,10 @@ SMALL = [*SMALL, "--ddim_steps", "2"]
 
 
 def weights(run, task):
-    """{name: tensor} of all that a task folder holds: the network, or an adapter with its class rows."""
+    """{name: tensor} of all that a task folder holds: the network, or an adapter with its class rows; "G.…", "D.…"."""
     files = sorted((run / f"task{task}").rglob("*.safetensors"))
-    return {name: tensor for file in files for name, tensor in load_file(file).items()}
+    prefix = {file: f"{file.stem}." if file.stem in ("G", "D") else "" for file in files}  # they share names
+    return {prefix[file] + name: tensor for file in files for name, tensor in load_file(file).items()}
 
 
 def same(a, b):

@@ -281,4 +281,4 @@ def test_class_orders_are_those_of_the_paper():
 def test_images_at_once():
     """The memory of sampling: 256 images at once, but few large ones on a CPU."""
     assert [common.images_at_once("cpu", side) for side in (8, 16, 32, 64, 128, 512)] == [256, 256, 64, 16, 4, 1]
-    assert common.images_at_once("cuda:1", 128) == 256
+    assert [common.images_at_once("cuda:1", side) for side in (64, 128)] == [256, 64]

@@ -228,14 +228,18 @@ def test_each_phase_trains_its_network_alone_and_fakes_have_the_labels_of_the_ba
         assert len(latents) == (phase.name != "R1")
         if latents:
             assert torch.equal(latents[0], batch["latents"][:, int(phase.name == "D")])
-    assert not torch.equal(batch["latents"][:, 0], batch["latents"][:, 1])
+            noise = next(a[2] for name, a in asked if name == "G")
+            assert torch.equal(noise, batch["noise"][:, int(phase.name == "D")])
+    for name in ("latents", "noise"):
+        rows = batch[name].flatten(0, 1)
+        assert len(rows.unique(dim=0)) == 2 * 8  # all of them new
     assert learner.D.b4.out.bias.grad is None and learner.D.b4.out.weight.grad is not None  # of R1: constants have none
 
 
 def test_logistic_loss_by_hand(learner, monkeypatch):
     batch = some_of(learner, 2)
     logits = iter([torch.tensor([[1.0], [-2.0]]), torch.tensor([[3.0], [0.0]]), torch.tensor([[1.0], [-1.0]])])
-    monkeypatch.setattr(learner, "judge", lambda images, labels, kind: next(logits))
+    monkeypatch.setattr(learner, "discriminate", lambda images, labels, kind: next(logits))
     g, d, _ = learner.phases(0)
     monkeypatch.setattr(learner, "generate", lambda batch, which: batch["images"].clone().requires_grad_())
 
@@ -270,7 +274,7 @@ def test_the_statistic_of_a_normal_batch_is_held_fixed(learner, kind):
     phase = learner.phases(0)[1]
     params = list(learner.params(phase).values())
     losses = learner.nll(phase, {k: v[3:4] for k, v in batch.items()})
-    assert losses.shape == (2,)
+    assert len(losses) == 2 and all(loss.dim() == 0 for loss in losses)
     ours = torch.autograd.grad(losses[0 if kind == "fake" else 1], params, allow_unused=True)
     logits = learner.D.b4(learner.D.features(images), learner.D.mapping(batch["labels"]), usual)
     term = F.softplus((1 if kind == "fake" else -1) * logits[3, 0])
@@ -305,6 +309,14 @@ def test_importance_by_a_plain_loop(gan, name):
     assert found["G.synthesis.b8.conv0.weight"].any() and found.keys() == common.parameters(learner).keys()
     for table in learner.class_rows():
         assert found[table][:, :2].any() and not found[table][:, 2:].any()  # unseen classes are not held
+
+
+def test_a_task_smaller_than_a_batch_is_repeated_for_the_statistic(learner, monkeypatch):
+    held, hold = [], learner.hold
+    monkeypatch.setattr(learner, "hold", lambda indices, key=None: held.append(indices) or hold(indices, key))
+    few = np.flatnonzero(learner.data.labels == 0)[:3]
+    common.importance(learner, streams.Task(1, [0], few), 2, 1, learner.nll, lambda total, gradient: None)
+    assert len(held[0]) == 8 and set(held[0]) == set(few) and held[1] is None
 
 
 def test_l2_leaves_unseen_classes_alone(gan):
@@ -416,12 +428,58 @@ def test_si_integrates_all_three_phases(train_gan, monkeypatch):
     assert seen == ["G", "D", "R1", *["G", "D"] * 5] * 2
 
 
+def test_a_frozen_weight_stays_frozen(learner):
+    """As a method of one's own may want it: the phase of G fixes D, and gives back what it took alone."""
+    frozen = learner.D.b8.conv0.weight.requires_grad_(False)
+    g, d, _ = learner.phases(0)
+    learner.loss(g, some_of(learner)).backward()
+    assert not frozen.requires_grad and learner.D.b4.out.weight.requires_grad
+    assert "D.b8.conv0.weight" not in learner.params(d) and "D.b8.conv1.weight" in learner.params(d)
+    with pytest.raises(ZeroDivisionError), train_stylegan2.fixed(learner.D):
+        assert not learner.D.b4.out.weight.requires_grad
+        _ = 1 / 0
+    assert learner.D.b4.out.weight.requires_grad
+
+
+def test_r1_moves_d_by_its_own_gradient(train_gan, monkeypatch):
+    si, seen = runfolder.method_class("si"), []
+    after_backward, after_step = si.after_backward, si.after_step
+
+    def spy_backward(self, phase, batch):
+        columns = after_backward(self, phase, batch)
+        if phase.name == "R1":  # the logit's last bias has no part in the slope, but in D's loss
+            assert self.learner.D.b4.out.bias.grad is None
+            self.spied = self.learner.D.b4.out.weight.detach().clone()
+        return columns
+
+    def spy_step(self, phase):
+        after_step(self, phase)
+        if phase.name == "R1":
+            seen.append(torch.equal(self.spied, self.learner.D.b4.out.weight))
+
+    monkeypatch.setattr(si, "after_backward", spy_backward)
+    monkeypatch.setattr(si, "after_step", spy_step)
+    train_gan("a", "--method", "si")
+    assert seen == [False, False]
+    monkeypatch.undo()
+    assert not same(weights(train_gan("a"), 1), weights(train_gan("a", "--r1_gamma", "100"), 1))
+
+
 # ----------------------------------------------------------------------------------------------- sampling
+
+
+def test_samples_are_rounded_and_clamped(learner, monkeypatch):
+    values = torch.tensor([-2.0, -1.0, 0.0039, 0.9999, 2.0])
+    monkeypatch.setattr(learner.G, "forward", lambda z, labels: values[: len(z), None, None, None].expand(-1, 3, 8, 8))
+    assert learner.sample([0] * 5, [1] * 5)[:, 0, 0, 0].tolist() == [0, 0, 128, 255, 255]
 
 
 def test_an_image_depends_on_its_seed_and_class_alone(learner):
     seeds, labels = common.sampling_seeds((0,), 8), [0, 1, 2, 3] * 2
     state = torch.get_rng_state()
+    with torch.no_grad():
+        for layer in learner.G.synthesis.style_layers:
+            layer.noise_strength += 1
     whole = learner.sample(labels, seeds)
     learner.sample_batch = 3
     assert (whole.int() - learner.sample(labels, seeds).int()).abs().max() <= 1
@@ -541,8 +599,62 @@ def test_a_run_is_scored_by_the_same_evaluation(train_gan, script, tmp_path):
     assert load_file(run / "task2" / "G.safetensors")["mapping.w_avg"].eq(0).all()  # no truncation, so never updated
 
 
-def test_bf16_trains_and_differs(train_gan):
+def test_best_checkpoint_is_the_one_with_the_lowest_score(train_gan, monkeypatch):
+    scores, seen, step = iter([3.0, 1.0, 2.0, 3.0, 2.0, 1.0]), [], train_stylegan2.StyleGAN2.loss
+    monkeypatch.setattr(train_stylegan2.fid, "frechet_distance", lambda *_: next(scores))
+
+    def spy(self, phase, batch):
+        if phase.name == "G":
+            seen.append(self.G.synthesis.b4.const.detach().clone())
+        return step(self, phase, batch)
+
+    monkeypatch.setattr(train_stylegan2.StyleGAN2, "loss", spy)
+    run = train_gan("a", "--select", "best")
+    about = [common.read_json(run / f"task{t}" / "cost.json") for t in (1, 2)]
+    assert [a["kept_step"] for a in about] == [4, 6] and [a["selection_score"] for a in about] == [1.0, 1.0]
+    assert torch.equal(weights(run, 1)["G.synthesis.b4.const"], seen[4])  # as they were before step 5
+    assert torch.equal(seen[6], seen[4])  # and the second task starts there
+
+
+def test_noncl_trains_longer_on_the_pool(train_gan, monkeypatch):
+    drawn, draw = [], train_stylegan2.StyleGAN2.draw
+    monkeypatch.setattr(
+        train_stylegan2.StyleGAN2, "draw", lambda self, x, y, key: drawn.append((key, y)) or draw(self, x, y, key)
+    )
+    rows = common.read_csv(train_gan("a", "--method", "noncl") / "log.csv")
+    assert [r["step"] for r in rows if r["task"] == "2"][-1] == "12"
+    seen = [set(np.concatenate([labels for key, labels in drawn if key[1] == task]).tolist()) for task in (1, 2)]
+    assert seen == [{0, 1}, {0, 1, 2, 3}]
+
+
+def test_a_lost_log_is_begun_anew_with_all_its_columns(train_gan, tmp_path, monkeypatch):
+    """R1 comes in each 16th step alone: the first rows after a resume lack it."""
+    flags = ["--steps", "20", "--save_every", "2", "--tasks", "1"]
+    with monkeypatch.context() as patch:
+        patch.setattr(train_stylegan2.runfolder, "keep_task", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            train_gan("a", *flags)
+    (log,) = tmp_path.glob("a/*/*/*/*/log.csv")
+    whole = common.read_csv(log)
+    log.unlink()
+    state = common.load_tensors(log.parent / "resume" / "state.pt")
+    state["step"] = 2  # as if it had been saved there
+    runfolder.save_state(log.parent, state)
+    rows = common.read_csv(train_gan("a", *flags) / "log.csv")
+    assert [r["step"] for r in rows] == [r["step"] for r in whole][1:] and set(rows[0]) == set(whole[0])
+    assert rows[0]["loss_R1"] == "" and rows[-1]["loss_D"] and sum(r["loss_R1"] != "" for r in rows) == 1
+
+
+def test_bf16_trains_and_differs(train_gan, monkeypatch):
+    slopes, grad = [], torch.autograd.grad
+
+    def spy(output, *rest, **options):
+        slopes.append((output.dtype, torch.is_autocast_enabled("cpu")))
+        return grad(output, *rest, **options)
+
+    monkeypatch.setattr(torch.autograd, "grad", spy)
     rows, exact = (common.read_csv(train_gan("a", *flags) / "log.csv") for flags in (["--precision", "bf16"], []))
+    assert set(slopes) == {(torch.float32, False)}  # R1
     assert 0 < abs(float(rows[0]["loss_D"]) - float(exact[0]["loss_D"])) < 0.05
     assert all(p.dtype == torch.float32 for p in weights(train_gan("a", "--precision", "bf16"), 1).values())
 
@@ -551,7 +663,7 @@ def test_other_flags_are_other_runs_and_what_cannot_be_is_refused(script, tmp_pa
     def name(*flags):
         return runfolder.run_folder(train_stylegan2.parse_args([*SMALL_GAN, *flags]), "stylegan2").name
 
-    others = [["--r1_gamma", "1"], ["--mbstd_group", "4"], ["--lr", "1e-3"], ["--precision", "bf16"]]
+    others = [["--r1_gamma", "2"], ["--mbstd_group", "4"], ["--lr", "1e-3"], ["--precision", "bf16"]]
     assert len({name(), *(name(*flags) for flags in others)}) == 5 and name("--data", "x") == name()
     for flags, words in (
         (["--method", "clora"], ["clora", "U-Net"]), (["--dataset", "imagenet64"], ["imagenet64", "tiny, S, L"]),
