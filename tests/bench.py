@@ -115,7 +115,7 @@ def grouped_convolutions(generator):
 
 
 def measure_stylegan2(bench, folder):
-    """G forward and backward, and a whole step (phases G and D, one in 16 with R1), both formulations taking turns."""
+    """G forward and backward, a step without and with R1, and their mean; both formulations take turns."""
     args = train_stylegan2.parse_args(["--preset", bench.preset, "--precision", bench.precision])
     data = streams.load_data(streams.scenario(args.dataset), args.size, folder)
     learners = [train_stylegan2.StyleGAN2(args, data, bench.device) for _ in range(2)]
@@ -136,14 +136,19 @@ def measure_stylegan2(bench, folder):
     print(f"images differ by {(images[0] - images[1]).abs().max() / images[1].abs().max():.1e} of the largest number, "
           f"gradients by {max(apart):.1e}")  # fmt: skip
     loops = [gan_steps(learner, batch) for learner in learners]
-    r1 = [lambda i=i: learners[i].loss(learners[i].phases(0)[2], batch).backward() for i in (0, 1)]
+    r1 = [gan_steps(learner, batch, number=0) for learner in learners]
+    measured = []
     for name, calls in (
         ("G, forward and backward", [lambda i=i: generate(learners[i]) for i in (0, 1)]),
         ("phases G and D", [lambda i=i: next(loops[i]) for i in (0, 1)]),
-        ("phase R1", r1),
+        ("phases G, D and R1", [lambda i=i: next(r1[i]) for i in (0, 1)]),
     ):
-        ours, theirs = medians(calls, bench.rounds, bench.device, warm_up=1)
+        measured.append(medians(calls, bench.rounds, bench.device, warm_up=1))
+        ours, theirs = measured[-1]
         print(f"{name:24} {1000 * ours:8.1f} ms, grouped {1000 * theirs:8.1f} ms: {ours / theirs:.3f}", flush=True)
+    (plain, lazy), every = measured[1:], train_stylegan2.R1_EVERY
+    ours, theirs = (p + (r - p) / every for p, r in zip(plain, lazy, strict=True))
+    print(f"{'a step in the mean':24} {1000 * ours:8.1f} ms, grouped {1000 * theirs:8.1f} ms: {ours / theirs:.3f}")
 
 
 def measure_frechet():

@@ -4,7 +4,7 @@
     python tests/gpu_check.py --device cpu --tiny   the same checks in small, to see that they run
 
     equality     tiny, S: same weights and batch on CPU and device, TF32 off: loss, gradient, four samples; bf16 loss
-    whole run    train_ddim.train with --method er, stopped and resumed against unbroken: difference of the weights
+    whole run    train of both scripts with --method er, stopped and resumed against unbroken: difference of the weights
     rates        S, L: images/s of one denoising step (forward), of a training step and of sampling, in fp32 (on CUDA:
                  TF32) and bf16, weights contiguous and channels_last; × is against the preset's first row
     stylegan2    tiny, S: losses and gradients on CPU and device; S, L: a training step, R1 included, sampling, and G
@@ -13,7 +13,7 @@
     compiled     S, L: the rates with --compile and an empty cache; "compiling" is the first training step and the first
                  denoising step; left out where too little time remains
 
-Times are medians of calls after warm-up, the device synchronised before and after each. A training step is that of
+Times are medians of calls after warm-up, the device synchronised before and after each. A step of DDIM is that of
 train_ddim.train without its log: batch, replay, loss, penalty, backward, clipping, fused Adam. Data are scikit-learn's
 digits, enlarged. Each row goes to stderr once known, the table to stdout. Exit code 1 if a row says FAIL.
 """
@@ -84,9 +84,9 @@ def training_steps(method, task, past):
         yield
 
 
-def gan_steps(learner, batch, number=1):
+def gan_steps(learner, batch, number=1, optimisers=None):
     """A generator that trains on one batch each time it is asked: phases G and D, and R1 if `number` is 0."""
-    optimisers = train_stylegan2.build_optimisers(learner, learner.args.lr)
+    optimisers = optimisers or train_stylegan2.build_optimisers(learner, learner.args.lr)
     while True:
         for phase in learner.phases(number):
             (net,) = phase.nets
@@ -159,32 +159,34 @@ def equality(options, preset):
         yield f"{preset}, {what}", f"{unit}: {error:.1e}", "-", verdict
 
 
-def whole_run(options):
-    draw = train_ddim.DDIM.draw
+def whole_run(options, module, backbone):
+    learner = module.Learner
+    draw = learner.draw
 
-    def draw_until_stopped(learner, images, labels, key):
+    def draw_until_stopped(self, images, labels, key):
         if key[1:] == (2, 5):  # task, step
             raise KeyboardInterrupt
-        return draw(learner, images, labels, key)
+        return draw(self, images, labels, key)
 
     def train(folder, out):  # scored at the last step alone: no rounding error can keep another step
         argv = ["--dataset", "digits:0-3", "--tasks", "2", "--method", "er", "--steps", "8", "--save_every", "2",
-                "--select", "best", "--val_samples", "8", "--ddim_steps", "2", "--device", options.device,
-                "--data", folder, "--out", f"{folder}/{out}"]  # fmt: skip
-        args = train_ddim.parse_args(argv)
+                "--select", "best", "--val_samples", "8", "--device", options.device, "--data", folder,
+                "--out", f"{folder}/{out}", *(["--ddim_steps", "2"] if backbone == "ddim" else [])]  # fmt: skip
+        args = module.parse_args(argv)
         with contextlib.redirect_stdout(sys.stderr):
-            train_ddim.train(args)
-        return [load_file(path) for path in sorted(runfolder.run_folder(args, "ddim").glob("task*/unet/*.safetensors"))]
+            module.train(args)
+        run = runfolder.run_folder(args, backbone)
+        return [load_file(path) for path in sorted(run.glob("task*/**/*.safetensors"))]
 
     with tempfile.TemporaryDirectory() as folder:
         unbroken = train(folder, "unbroken")
-        with mock.patch.object(train_ddim.DDIM, "draw", draw_until_stopped), contextlib.suppress(KeyboardInterrupt):
+        with mock.patch.object(learner, "draw", draw_until_stopped), contextlib.suppress(KeyboardInterrupt):
             train(folder, "stopped")
             raise RuntimeError("the run was not stopped")
         resumed = train(folder, "stopped")
     error = max((a[k] - b[k]).abs().max().item() for a, b in zip(unbroken, resumed, strict=True) for k in a)
     promised = "ok, wanted 0" if error == 0 else "FAIL, wanted 0"
-    what = "tiny, er, stopped and resumed against unbroken"
+    what = f"tiny, {backbone}, er, stopped and resumed against unbroken"
     yield what, f"largest difference of a weight {error:.1e}", "-", promised if options.device == "cpu" else ""
 
 
@@ -258,14 +260,16 @@ def gan_rates(options, preset, precision):
     data = streams.load_data(streams.scenario(args.dataset), args.size, args.data)
     learner = train_stylegan2.StyleGAN2(args, data, device)
     batch = learner.draw(data.images[:n], data.labels[:n], (0,))
-    steps = gan_steps(learner, batch), gan_steps(learner, batch, number=0)
+    optimisers = train_stylegan2.build_optimisers(learner, args.lr)
+    steps = [gan_steps(learner, batch, number, optimisers) for number in (1, 0)]
     allocated(device)
     plain, lazy = medians([lambda: next(steps[0]), lambda: next(steps[1])], options.rounds, device)
     step, memory = plain + (lazy - plain) / train_stylegan2.R1_EVERY, peak(device)
     labels, seeds = [k % args.classes for k in range(256)], common.sampling_seeds((0,), 256)
+    allocated(device)
     (sampling,) = medians([lambda: learner.sample(labels, seeds)], 2, device, warm_up=1)
     yield (f"{preset}, stylegan2, {precision}", f"training {n / step:.1f} images/s in batches of {n} (R1 in one of 16 "
-           f"steps), sampling {256 / sampling:.0f} images/s", memory, "")  # fmt: skip
+           f"steps), sampling {256 / sampling:.0f} images/s", f"{memory} / {peak(device)}", "")  # fmt: skip
     other = train_stylegan2.StyleGAN2(args, data, device)
     other.G.to(memory_format=torch.contiguous_format)
     grouped_convolutions(other.G)
@@ -303,7 +307,8 @@ def main():
     methods = sorted(path.stem for path in (common.ROOT / "methods").glob("[!_]*.py") if path.stem != "ncl")
 
     checks = [(f"equality {p}", equality(options, p)) for p in dict.fromkeys(["tiny", presets[0]])]
-    checks.append(("whole run", whole_run(options)))
+    for module, backbone in ((train_ddim, "ddim"), (train_stylegan2, "stylegan2")):
+        checks.append((f"whole run, {backbone}", whole_run(options, module, backbone)))
     for variant in itertools.product(presets, ("fp32", "bf16"), ("contiguous", "channels_last")):
         checks.append((", ".join(variant), rates(options, *variant, first)))
     checks += [(f"stylegan2 equality {p}", gan_equality(options, p)) for p in dict.fromkeys(["tiny", presets[0]])]

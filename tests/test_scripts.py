@@ -97,7 +97,8 @@ def test_gpu_check_ends_on_a_cpu(tmp_path):
     rows = [line.split(" | ")[0].strip("| ") for line in shown.stdout.splitlines() if line.startswith("| tiny")]
     assert {
         "tiny, gradient, cpu against cpu",
-        "tiny, er, stopped and resumed against unbroken",
+        "tiny, ddim, er, stopped and resumed against unbroken",
+        "tiny, stylegan2, er, stopped and resumed against unbroken",
         "tiny, gr, step",
         "tiny, stylegan2, loss of R1, cpu against cpu",
         "tiny, stylegan2, bf16, G",
