@@ -35,6 +35,7 @@ class Toy:
     def __init__(self, w, x, t):
         self.net = torch.nn.ParameterDict({"a": torch.tensor([float(w[0])]), "b": torch.tensor([float(w[1])])})
         self.net["unused"] = torch.ones(3)
+        self.args = argparse.Namespace(batch_size=2)
         self.held = []  # what `hold` was called with
         self.modes = []  # whether the network was in training mode, for each output
         pairs = torch.tensor([x, t], dtype=torch.float32).movedim(0, 1).numpy()
