@@ -275,21 +275,20 @@ def do(args, run, children):
                 children.append(child)
                 code = child.wait()
                 log.seek(max(start, log.seek(0, 2) - 5000))  # what this command has said, not one before it
-                said = log.read().decode(errors="replace").strip().splitlines() or [f"ended with {code}"]
+                said = log.read().decode(errors="replace").strip().splitlines()
             if not code:
                 continue
-            said += [f"was killed by signal {-code}"] if code < 0 else []
-            if "in use by another process" in said[-1]:  # since it was asked
+            said = [line.removeprefix("error: ") for line in said]
+            why = f"was killed by signal {-code}" if code < 0 else said[-1] if said else f"ended with {code}"
+            if "in use by another process" in why:  # since it was asked
                 return False
             if command is score and not made(folder, "DONE"):  # a checkpoint was found broken: it is trained again
                 return None
             if outcome(args, run):  # it diverged
                 break
-            not_its_fault = [line for line in said if any(words in line for words in OF_THE_MACHINE)]
+            not_its_fault = next((line for line in said[::-1] if any(words in line for words in OF_THE_MACHINE)), "")
             if command is score or not_its_fault or code in (2, 130, -2, -15):  # a wrong flag, no data; told to end
-                last = (not_its_fault or said)[-1].removeprefix("error: ")
-                common.fail(f"{last} ({folder}/output.txt)", 2 if code == 2 else 1)
-            why = said[-1].removeprefix("error: ")
+                common.fail(f"{not_its_fault or why} ({folder}/output.txt)", 2 if code == 2 else 1)
             if code < 0:  # by a person, or for its memory: it counts if it comes again before one more task is learnt
                 why, killed = f"{why}, twice", folder / "KILLED"
                 tasks = str(len(made(folder, "task*[0-9]/SHA256SUMS")))

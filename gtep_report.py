@@ -14,7 +14,6 @@ A score is a FID, smaller is better; infinite is worst: a run that failed. What 
 import io
 import math
 import shlex
-from collections import defaultdict
 from itertools import product
 
 import numpy as np
@@ -215,14 +214,13 @@ def compared(args, names, tune, judge, tuned, winners, finals, cells):
             pairs = [(a["AFQ"], b["AFQ"]) for a, b in pairs if not (a["failed"] or b["failed"])]
             gap, _, low, high = interval([a - b for a, b in pairs])
             percent = 100 * gap / np.mean([b for _, b in pairs]) if pairs else None
-            best = [winners[source, method] or {"values": None} for source in (tune, judge)]
-            if same := best[0]["values"] == best[1]["values"]:  # the very same runs: there is nothing to test
-                low = high = None
-            p = sign_flip([a - b for a, b in pairs]) if pairs and not same else None
+            p = sign_flip([a - b for a, b in pairs]) if pairs else None
+            about = span(low, high, len(pairs), len(args.orders))
+            if pairs and winners[tune, method]["values"] == winners[judge, method]["values"]:  # the same runs: no test
+                about, low, high, p = "same values", None, None, None
             rho = correlation("spearmanr", *([t["score"] for t in tuned[side, method]] for side in (tune, judge)))
             row |= {"gap": number(gap), "gap_percent": number(percent), "gap_low": number(low)}
             row |= {"gap_high": number(high), "p": number(p), "spearman": number(rho)}
-            about = "same values" if same and pairs else span(low, high, len(pairs), len(args.orders))
             line += [short(gap), short(percent, digits=1), about, short(p, digits=4), short(rho)]
             for source in (tune, judge):
                 of = [short(*cells[source, judged, method]["AFQ"][:2]) for judged in (tune, judge)]
@@ -251,21 +249,17 @@ def compared(args, names, tune, judge, tuned, winners, finals, cells):
 
 
 def what_was_read(args, names, tuned, finals):
-    found, changed = defaultdict(set), set()
-    for phase, outcomes in (
-        *((f"1, on {names[d]}", trial["outcomes"]) for (d, _), trials in tuned.items() for trial in trials),
-        *((f"2, on {names[judged]}", orders) for (_, judged, _), orders in finals.items()),
-    ):
-        found[phase] |= {(o["read"], o["features"]) for o in outcomes if o["read"]}
-        changed |= set().union(*(o["changed"] for o in outcomes))
-    rows = [[phase, *about] for phase, pairs in found.items() for about in sorted(pairs)]
+    phases = [(f"1, on {names[d]}", trial["outcomes"]) for (d, _), trials in tuned.items() for trial in trials]
+    phases += [(f"2, on {names[judged]}", orders) for (_, judged, _), orders in finals.items()]
+    rows = sorted({(phase, o["read"], o["features"]) for phase, outcomes in phases for o in outcomes if o["read"]})
+    changed = sorted({file for _, outcomes in phases for o in outcomes for file in o["changed"]})
     return [
         "## What was read\n",
         *table(["phase", "images (digest)", "features of the scores"], rows),
         f"Tuning on {names[next(iter(tuned))[0]]} used no picture of {args.eval}, and a classifier-… has learnt the "
         "classes of its own scenario alone. To refuse a pair that overlaps or differs, class names are read on both "
         "sides; of a folder also names, sizes and times of its files and the size of one picture.\n",
-        *([f"Some of the runs were trained before the code changed: {', '.join(sorted(changed))}.\n"] * bool(changed)),
+        *([f"Some of the runs were trained before the code changed: {', '.join(changed)}.\n"] * bool(changed)),
     ]
 
 

@@ -463,7 +463,6 @@ def test_other_scores_in_the_same_folder(bench):
     bench.plan("afq = lambda flags: float(flags['l2_weight'])\nreferences = ['test', 'train']")
     assert bench.run(*plan, "--trials", 2, "--num_samples", 64).returncode == 0
     count = len(bench.ledger())
-    assert not bench.run(*plan, "--trials", 2, "--num_samples", 64, "--list").stdout
     assert bench.run(*plan, "--trials", 2, "--list").stdout.count("--num_samples 256") == 2
     assert bench.run(*plan, "--trials", 3).returncode == 0  # back and forth
     assert len(bench.ledger()) - count in (2, 4)  # the third trial, and its winner if it is another
