@@ -279,7 +279,7 @@ def locked(folder, wait=False):
                 fcntl.flock(handle, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
             else:
                 msvcrt.locking(handle.fileno(), msvcrt.LK_LOCK if wait else msvcrt.LK_NBLCK, 1)
-        except OSError:
+        except (BlockingIOError, PermissionError):  # others, such as a disk without locks, are not "in use"
             raise UserError(f"{folder} is in use by another process; wait for it, or choose another --out") from None
         yield
 

@@ -22,6 +22,7 @@ From top to bottom: what is tried · scenarios · runs · flags · the two phase
 import contextlib
 import json
 import math
+import os
 import shlex
 import subprocess
 import sys
@@ -41,6 +42,9 @@ import streams
 FRESH = 1000
 # What --space full tries beside a method's own `search`: factors of the training flags as they are in both scenarios.
 COMMON = {"lr": [1 / 8, 1 / 4, 1 / 2, 1, 2, 4, 8], "batch_size": [1 / 4, 1 / 2, 1, 2, 4], "length": [1 / 2, 1, 2]}
+# In the output of a training that failed: not the method's fault, so it stops everything and counts for nothing.
+OF_THE_MACHINE = ("cannot write", "No space left", "out of memory", "allocate memory", "MemoryError", "CUDA error",
+                  "ModuleNotFoundError")  # fmt: skip
 OWN = ("dataset", "method", "order", "seed", "select", "out", "data", "device", "inception_weights", "dry_run")
 
 
@@ -96,21 +100,21 @@ def written(flags):
 # ---------------------------------------------------------------------------------------------- scenarios
 
 
-def described(args, dataset):
+def described(args, dataset, method):
     """The training flags of a scenario as its script resolves them, which needs none of its data."""
-    command = [sys.executable, script(args), "--dry_run", "--dataset", dataset, "--method", args.methods[0]]
+    command = [sys.executable, script(args), "--dry_run", "--dataset", dataset, "--method", method]
     command += ["--select", "last", "--data", args.data, "--device", args.device, *args.training]
     done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL)
     if done.returncode:
         lines = done.stderr.strip().splitlines() or [f"{script(args)} --dry_run ended with {done.returncode}"]
-        common.fail(f"{dataset}: {lines[-1].removeprefix('error: ')}")
+        common.fail(f"{dataset} {method}: {lines[-1].removeprefix('error: ')}")
     return json.JSONDecoder().raw_decode(done.stdout[done.stdout.index("{") :])[0]
 
 
 def is_away(dataset):
     """Whether it is a path at which nothing is: data of the user that are kept elsewhere until phase 2."""
-    path = Path(dataset.rpartition(":")[0] or dataset)
-    return len(path.parts) > 1 and not path.exists() and not Path(dataset).exists()
+    whole, folder = (Path(os.path.expanduser(text)) for text in (dataset, dataset.rpartition(":")[0] or dataset))
+    return len(folder.parts) > 1 and not folder.exists() and not whole.exists()
 
 
 def class_names(scene):
@@ -156,8 +160,14 @@ def script(args):
 def place(args, run):
     """The --out of its training, with nothing else in it; scores/ is what eval_metrics.py makes of it."""
     scene = streams.scenario(run.dataset).name
-    key = f"{common.hash32((args.backbone, run.dataset, run.flags, *args.training)):08x}"
+    preset = [args.base[flag] for flag in ("lr", "batch_size", "steps", "epochs")]  # another one: other runs
+    key = f"{common.hash32((args.backbone, run.dataset, run.flags, *preset, *args.training)):08x}"
     return args.out / "runs" / scene / f"{run.method}-{key}-order{run.order}-seed{run.seed}"
+
+
+def made(folder, name):
+    """Files or folders of this name in the run folder that the training script has made below `folder`."""
+    return list(folder.glob(f"*/*/*/*/{name}"))
 
 
 def commands(args, run):
@@ -168,9 +178,9 @@ def commands(args, run):
     train += ["--data", args.data, "--device", args.device, *args.training]
     train += [word for flag, value in run.flags for word in (f"--{flag}", str(value))]
     score = [sys.executable, str(common.ROOT / "eval_metrics.py"), out, "--out", f"{out}/scores", "--data", args.data]
-    score += ["--device", args.device, "--extractor", args.extractor, "--sampling_seed", str(sampling_seed(run))]
-    for flag in ("num_samples", "inception_weights"):
-        score += [f"--{flag}", str(getattr(args, flag))] if getattr(args, flag) else []
+    score += ["--device", args.device, "--extractor", args.extractor, "--num_samples", str(args.num_samples)]
+    score += ["--sampling_seed", str(sampling_seed(run))]
+    score += ["--inception_weights", args.inception_weights] if args.inception_weights else []
     return train, score
 
 
@@ -194,34 +204,48 @@ def tried(args, dataset, method):
 def outcome(args, run):
     """{"failed": why, or "", AFQ, AIQ, FR, what was read, hours of training}; None while something is left to do."""
     folder = place(args, run)
-    if (folder / "FAILED").exists():
+    config = next((common.read_json(path) for path in made(folder, "config.json")), {"code": {}})
+    now = runfolder.code_hashes(script(args), run.method).items()
+    if changed := {file for file, _ in config["code"].items() - now}:
+        common.note(f"code has changed since some runs in {args.out} were trained; they are taken as they are")
+    failed = (folder / "FAILED").exists()
+    if failed or made(folder, "DIVERGED"):
         spent = {}  # seconds by task
-        for row in (row for log in folder.glob("*/*/*/*/log.csv") for row in common.read_csv(log)):
+        for row in (row for log in made(folder, "log.csv") for row in common.read_csv(log)):
             with contextlib.suppress(KeyError, TypeError, ValueError):  # a torn last line
                 spent[row["task"]] = float(row["seconds"])
-        why = (folder / "FAILED").read_text().strip()
-        return gtep_report.LOST | {"failed": why, "hours": sum(spent.values()) / 3600}
-    rows = [
-        row for row in common.read_csv(folder / "scores" / "summary.csv")
-        if row["metric"] == "FID" and row["sampling_seed"] == str(sampling_seed(run))
-        and args.num_samples in (None, int(row["generated"]))
-        and (args.extractor == "auto" or row["extractor"].startswith(args.extractor))
-    ]  # fmt: skip
-    if not rows or not any(folder.glob("*/*/*/*/DONE")):
+        why = (folder / "FAILED").read_text().strip() or "failed" if failed else "diverged"
+        return gtep_report.LOST | {"failed": why, "changed": changed, "hours": sum(spent.values()) / 3600}
+    # only scores of this call's features, images and reference: others may lie beside them
+    wanted = {"metric": "FID", "generated": str(args.num_samples), "reference": "train"}
+    wanted |= {"sampling_seed": str(sampling_seed(run))}
+    kind = fid.extractor_kind(run.dataset, args.extractor)
+    rows = [row for row in common.read_csv(folder / "scores" / "summary.csv")
+            if wanted.items() <= row.items() and row["extractor"].startswith(kind)]  # fmt: skip
+    if not rows or not made(folder, "DONE"):
         return None
     if len(rows) > 1:
-        common.fail(f"{folder} holds several scores: name --num_samples and --extractor, or choose another --out")
-    data = common.read_json(next(folder.glob("*/*/*/*/config.json")))["data"]
+        common.fail(f"{folder} holds scores of several {kind} features: remove its scores/ and its quality.csv")
     costs = common.read_csv(folder / "scores" / "cost.csv")
     spent = [float(value) for row in costs for name, value in row.items() if name.endswith("_seconds")]
     scores = {measure: float(rows[0][measure] or "nan") for measure in gtep_report.MEASURES}  # one task: no FR
-    about = {"read": f"{data['name']} ({data['digest']})", "features": rows[0]["extractor"]}
-    return {"failed": "", **scores, **about, "hours": sum(spent) / 3600}
+    about = {"read": f"{config['data']['name']} ({config['data']['digest']})", "features": rows[0]["extractor"]}
+    return {"failed": "", **scores, **about, "changed": changed, "hours": sum(spent) / 3600}
+
+
+def check_alike(found):
+    """Refuses scores of one scenario that do not compare. found: {run: its outcome}."""
+    seen = {}
+    for run, about in found.items():
+        pair = about["read"], about["features"]
+        if not about["failed"] and (first := seen.setdefault(run.dataset, pair)) != pair:
+            common.fail(f"scores on {run.dataset} do not compare: {' '.join(first)} and {' '.join(pair)}; choose "
+                        "another --out, or, if the features alone differ, remove the scores/ of its runs")  # fmt: skip
 
 
 def is_in_use(folder):
     """Whether a process trains or scores in it, be it one that a gtep.py left behind when it was killed."""
-    for lock in folder.glob("*/*/*/*/.lock"):
+    for lock in made(folder, ".lock"):
         try:
             with common.locked(lock.parent):
                 pass
@@ -231,7 +255,7 @@ def is_in_use(folder):
 
 
 def do(args, run, children):
-    """Trains and scores a run. Returns whether it has an outcome: not so if another process is at it."""
+    """Trains and scores a run. True: it has an outcome; False: another process is at it; None: to be taken up again."""
     folder = place(args, run)
     with contextlib.ExitStack() as held:
         try:
@@ -246,25 +270,33 @@ def do(args, run, children):
         train, score = commands(args, run)
         for command in (train, score):
             with open(folder / "output.txt", "ab+") as log:
+                start = log.seek(0, 2)
                 child = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT)
                 children.append(child)
                 code = child.wait()
-                log.seek(max(0, log.seek(0, 2) - 5000))
-                last = (log.read().decode(errors="replace").strip().splitlines() or [""])[-1].removeprefix("error: ")
-            if code and "in use by another process" in last:  # since it was asked
+                log.seek(max(start, log.seek(0, 2) - 5000))  # what this command has said, not one before it
+                said = log.read().decode(errors="replace").strip().splitlines()
+            if not code:
+                continue
+            said = [line.removeprefix("error: ") for line in said]
+            why = f"was killed by signal {-code}" if code < 0 else said[-1] if said else f"ended with {code}"
+            if "in use by another process" in why:  # since it was asked
                 return False
-            if code and command is score and not any(folder.glob("*/*/*/*/DONE")):
-                return False  # a checkpoint was found broken: the next time it is trained again
-            # not the method's fault: a wrong flag, missing data, a full disk, or it was told to end
-            if code in (2, 130, -2, -15) or (code and ("cannot write" in last or "No space left" in last)):
-                common.fail(f"{last or f'ended with {code}'} ({folder}/output.txt)", 2 if code == 2 else 1)
-            if code < 0 and not (folder / "KILLED").exists():  # by a person, or for its memory: the second time tells
-                common.write_file(folder / "KILLED", f"by signal {-code}\n".encode())
-                return False
-            if code:
-                why = f"was killed twice, by signal {-code}" if code < 0 else last or f"ended with {code}"
-                common.write_file(folder / "FAILED", f"{why}\n".encode())
+            if command is score and not made(folder, "DONE"):  # a checkpoint was found broken: it is trained again
+                return None
+            if outcome(args, run):  # it diverged
                 break
+            not_its_fault = next((line for line in said[::-1] if any(words in line for words in OF_THE_MACHINE)), "")
+            if command is score or not_its_fault or code in (2, 130, -2, -15):  # a wrong flag, no data; told to end
+                common.fail(f"{not_its_fault or why} ({folder}/output.txt)", 2 if code == 2 else 1)
+            if code < 0:  # by a person, or for its memory: it counts if it comes again before one more task is learnt
+                why, killed = f"{why}, twice", folder / "KILLED"
+                tasks = str(len(made(folder, "task*[0-9]/SHA256SUMS")))
+                if not killed.exists() or killed.read_text() != tasks:
+                    common.write_file(killed, tasks.encode())
+                    return None
+            common.write_file(folder / "FAILED", f"{why}\n".encode())
+            break
         found = outcome(args, run)
         if not found:
             common.fail(f"{folder} was trained, but not scored: see its output.txt", 1)
@@ -300,7 +332,8 @@ def do_all(args, runs, phase):
                     raise failed[0].exception()
                 over = [f.result() for f in futures]
                 left = [run for run, is_over in zip(left, over, strict=True) if not is_over]
-                if not any(over):
+                if not any(over) and False in over:
+                    common.note(f"waiting for {over.count(False)} runs that other processes do")
                     time.sleep(1)
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
@@ -355,47 +388,65 @@ def parse_args(argv=None):
 # ------------------------------------------------------------------------------------------- the two phases
 
 
+def settle(args, tuned):
+    """Winners in the scenarios in which all runs have an outcome; fills in outcomes and scores of their trials."""
+    found = {run: outcome(args, run) for trials in tuned.values() for trial in trials for run in trial["runs"]}
+    left = {run.dataset for run, about in found.items() if not about}
+    check_alike({run: about for run, about in found.items() if about})
+    winners = {}
+    for (dataset, method), trials in tuned.items():
+        if dataset not in left:
+            for trial in trials:
+                trial["outcomes"] = [found[run] for run in trial["runs"]]
+                trial["score"] = gtep_report.mean_score(trial["outcomes"])
+            winners[dataset, method] = gtep_report.best_trial(trials)
+    return winners
+
+
 def main(argv=None):
     args = parse_args(argv)
-    args.base = described(args, args.tune)
-    args.judge = None if is_away(args.eval) else described(args, args.eval)
+    args.base = described(args, args.tune, args.methods[0])
+    args.judge = None if is_away(args.eval) else described(args, args.eval, args.methods[0])
+    args.num_samples = args.num_samples or (256 if args.base["preset"] == "tiny" else 2048)  # as eval_metrics.py
     if args.judge:
         check_pair(args.base, args.judge)
     else:
         common.note(f"{args.eval} is not there: phase 1 needs nothing of it; that it fits is checked in phase 2")
-    if fid.extractor_kind(args.base["dataset"], args.extractor) == "inception":
+    there = [about["dataset"] for about in (args.base, args.judge) if about]
+    if "inception" in [fid.extractor_kind(dataset, args.extractor) for dataset in there]:
         fid.inception_weights(args.inception_weights)  # ends here if they are missing, not after the first training
-
-    # ---- phase 1: a trial of every method before the second of any, so what cannot run shows early
-    sides = [args.base["dataset"], *([args.judge["dataset"]] if args.both and args.judge else [])]
+    tune, sides = there[0], there if args.both else there[:1]
     tuned = {(dataset, method): tried(args, dataset, method) for dataset in sides for method in args.methods}
-    do_all(args, [run for side in sides for i in range(args.trials) for method in args.methods
-                  for trial in tuned[side, method][i : i + 1] for run in trial["runs"]], 1)  # fmt: skip
-    winners = {}
-    for key, trials in tuned.items():
-        for trial in trials:
-            trial["outcomes"] = [outcome(args, run) for run in trial["runs"]]
-            trial["score"] = gtep_report.mean_score(trial["outcomes"])
-        winners[key] = gtep_report.best_trial(trials)
-    if not args.judge:
-        gtep_report.write(args, tuned, winners, {})
-        common.fail(f"phase 1 is done, phase 2 needs {args.eval}: put it there and start again")
+    for method in args.methods[1:]:
+        if not place(args, tuned[tune, method][0]["runs"][0]).exists():
+            described(args, tune, method)  # ends here if it refuses the flags, or the backbone the method
 
-    # ---- phase 2: the headline first
-    finals = {}
-    for judged in reversed(sides) if args.both else [args.judge["dataset"]]:
-        for (source, method), best in winners.items():
-            again = [run._replace(dataset=judged, seed=run.order + FRESH) for run in best["runs"]] if best else []
-            finals[source, judged, method] = again
     try:
+        # ---- phase 1: a trial of every method before the second of any, so what cannot run shows early
+        do_all(args, [run for side in sides for i in range(args.trials) for method in args.methods
+                      for trial in tuned[side, method][i : i + 1] for run in trial["runs"]], 1)  # fmt: skip
+        winners = settle(args, tuned)
+        if not args.judge:
+            common.fail(f"phase 1 is done, phase 2 needs {args.eval}: put it there and start again")
+
+        # ---- phase 2: the headline first
+        finals = {}
+        for judged in reversed(sides) if args.both else there[1:]:
+            for (source, method), best in winners.items():
+                again = [run._replace(dataset=judged, seed=run.order + FRESH) for run in best["runs"]] if best else []
+                finals[source, judged, method] = again
         do_all(args, [run for runs in finals.values() for run in runs], 2)
-    except common.UserError:  # such as data of D^E that are not there
-        gtep_report.write(args, tuned, winners, {})
+    except common.UserError:  # such as data of D^E that are not there: the scenarios that are done are reported
+        winners = settle(args, tuned)
+        if not args.list and (tune, args.methods[0]) in winners:
+            gtep_report.write(args, {key: tuned[key] for key in winners}, winners, {})
         raise
+    found = {run: outcome(args, run) for runs in finals.values() for run in runs}
+    check_alike(found)
     if args.list:
         return common.note("nothing is left to do; without --list the report is written")
     lost = [gtep_report.LOST] * len(args.orders)
-    finals = {key: [outcome(args, run) for run in runs] or lost for key, runs in finals.items()}
+    finals = {key: [found[run] for run in runs] or lost for key, runs in finals.items()}
     gtep_report.write(args, tuned, winners, finals)
     print("\n" + (args.out / "report.md").read_text())
 

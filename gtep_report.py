@@ -2,7 +2,8 @@
 
 A score is a FID, smaller is better; infinite is worst: a run that failed. What is handed in:
 
-    outcome   {"failed": why or "", "AFQ": …, "AIQ": …, "FR": …, "read": images, "features": …, "hours": …} of one run
+    outcome   {"failed": why or "", "AFQ": …, "AIQ": …, "FR": …, "read": images, "features": …, "hours": …,
+              "changed": {file of code that is another since, …}} of one run
     trial     {"values": text, "edge": [flag, …], "of": combinations there are, "runs": [run, …], "outcomes": [an order
               each], "folders": [path, …], "score": mean AFQ}
     tuned     {(dataset, method): [trial, …]}, D^HT first
@@ -12,7 +13,7 @@ A score is a FID, smaller is better; infinite is worst: a run that failed. What 
 
 import io
 import math
-from collections import defaultdict
+import shlex
 from itertools import product
 
 import numpy as np
@@ -21,7 +22,8 @@ import common
 import streams
 
 MEASURES = ("AFQ", "AIQ", "FR")
-LOST = {"failed": "no trial to choose", **dict.fromkeys(MEASURES, math.inf), "read": "", "features": "", "hours": 0}
+LOST = {"failed": "no trial to choose", "read": "", "features": "", "changed": set(), "hours": 0}
+LOST |= dict.fromkeys(MEASURES, math.inf)
 
 
 # ------------------------------------------------------------------------------- selection and statistics
@@ -86,12 +88,14 @@ def short(value, spread=None, digits=2):
     return f"{round(value, digits) + 0.0:.{digits}f}" + (f" ± {spread:.{digits}f}" if spread is not None else "")
 
 
-def span(low, high):
-    return "–" if low is None else f"{low:.2f} to {high:.2f}"
+def span(low, high, n, orders):
+    return "–" if low is None else f"{low:.2f} to {high:.2f}" + (f" (n = {n})" if n < orders else "")
 
 
 def failed(outcomes):
-    return sum(bool(o["failed"]) for o in outcomes)
+    """How many of how many runs failed; where no trial could be chosen none was run."""
+    ran = [o for o in outcomes if o is not LOST]
+    return sum(bool(o["failed"]) for o in ran), len(ran)
 
 
 def table(head, rows):
@@ -103,19 +107,25 @@ def write(args, tuned, winners, finals):
     """report.md, protocols.png and trials.csv, results.csv, protocols.csv, cost.csv in --out."""
     sides = list(dict.fromkeys(dataset for dataset, _ in tuned))
     names = {d: streams.scenario(d).name for d in [*sides, *(judged for _, judged, _ in finals)]}
+    if len(set(names.values())) < len(names):  # folders of the same name
+        names = {d: d for d in names}
     tune, judge = sides[0], args.judge["dataset"] if args.judge else None
     cells = {key: {m: interval([o[m] for o in orders]) for m in MEASURES} for key, orders in finals.items()}
     write_trials(args, names, tuned)
     text = [
         f"# Tuned on {names[tune]}, judged on {names.get(judge, args.eval)}\n",
-        f"{args.backbone}, space `{args.space}`, class orders {' '.join(map(str, args.orders))}. FID, smaller is "
-        "better; mean ± sample standard deviation over the orders.\n",
+        f"{args.backbone}, space `{args.space}`, class orders {' '.join(map(str, args.orders))}, training flags "
+        f"`{shlex.join(args.training) or 'none'}`. FID of {args.num_samples} images a task, smaller is better; mean ± "
+        "sample standard deviation over the orders.\n",
         *phase_1(args, names, tuned, winners),
     ]
     if finals:
         write_results(args, names, winners, finals, cells)
         text += phase_2(args, names, tune, judge, winners, finals, cells)
         text += compared(args, names, tune, judge, tuned, winners, finals, cells)
+    else:
+        for name in ("results.csv", "protocols.csv"):  # of an earlier report
+            (args.out / name).unlink(missing_ok=True)
     text += what_was_read(args, names, tuned, finals) + hours(args, names, tuned)
     common.write_file(args.out / "report.md", "\n".join(text).encode())
     draw(args, names, tune, judge, tuned, cells)
@@ -138,7 +148,7 @@ def phase_1(args, names, tuned, winners):
     for (dataset, method), best in winners.items():
         trials = tuned[dataset, method]
         runs = [found for trial in trials for found in trial["outcomes"]]
-        row = [names[dataset], method, f"{len(trials)} of {trials[0]['of']}", f"{failed(runs)} of {len(runs)}"]
+        row = [names[dataset], method, f"{len(trials)} of {trials[0]['of']}", "{} of {}".format(*failed(runs))]
         if best:
             row += [best["values"], ", ".join(best["edge"]) or "–", short(best["score"])]
         rows.append(row if best else [*row, "none: all trials failed", "–", "–"])
@@ -157,7 +167,7 @@ def write_results(args, names, winners, finals, cells):
         source, judged, method = key
         row = {"judged_on": names[judged], "tuned_on": names[source], "method": method}
         row |= {"values": (winners[source, method] or {"values": ""})["values"]}
-        row |= {"runs": len(orders), "failed": failed(orders)}
+        row |= dict(zip(("failed", "runs"), failed(orders), strict=True))
         for measure, about in cells[key].items():
             row |= {f"{measure}_{k}": number(v) for k, v in zip(("mean", "std", "low", "high"), about, strict=True)}
         rows.append(row)
@@ -168,8 +178,10 @@ def phase_2(args, names, tune, judge, winners, finals, cells):
     rows = []
     for method in args.methods:
         key, best = (tune, judge, method), winners[tune, method]
-        row = [method, best["values"] if best else "–", *(short(*cells[key][m][:2]) for m in MEASURES)]
-        rows.append([*row, span(*cells[key]["AFQ"][2:]), f"{failed(finals[key])} of {len(finals[key])}"])
+        row = [method, best["values"] if best else "none: all trials failed"]
+        row += [short(*cells[key][m][:2]) for m in MEASURES]
+        bad, ran = failed(finals[key])
+        rows.append([*row, span(*cells[key]["AFQ"][2:], ran - bad, ran), f"{bad} of {ran}"])
     n = len(args.orders)
     over = f"{n} order{'s' * (n > 1)}"
     return [
@@ -203,10 +215,13 @@ def compared(args, names, tune, judge, tuned, winners, finals, cells):
             gap, _, low, high = interval([a - b for a, b in pairs])
             percent = 100 * gap / np.mean([b for _, b in pairs]) if pairs else None
             p = sign_flip([a - b for a, b in pairs]) if pairs else None
+            about = span(low, high, len(pairs), len(args.orders))
+            if pairs and winners[tune, method]["values"] == winners[judge, method]["values"]:  # the same runs: no test
+                about, low, high, p = "same values", None, None, None
             rho = correlation("spearmanr", *([t["score"] for t in tuned[side, method]] for side in (tune, judge)))
             row |= {"gap": number(gap), "gap_percent": number(percent), "gap_low": number(low)}
             row |= {"gap_high": number(high), "p": number(p), "spearman": number(rho)}
-            line += [short(gap), short(percent, digits=1), span(low, high), short(p, digits=4), short(rho)]
+            line += [short(gap), short(percent, digits=1), about, short(p, digits=4), short(rho)]
             for source in (tune, judge):
                 of = [short(*cells[source, judged, method]["AFQ"][:2]) for judged in (tune, judge)]
                 matrix.append([method, names[source], *of])
@@ -234,18 +249,17 @@ def compared(args, names, tune, judge, tuned, winners, finals, cells):
 
 
 def what_was_read(args, names, tuned, finals):
-    found = defaultdict(set)
-    for (dataset, _), trials in tuned.items():
-        found[f"1, on {names[dataset]}"] |= {(o["read"], o["features"]) for t in trials for o in t["outcomes"]}
-    for (_, judged, _), orders in finals.items():
-        found[f"2, on {names[judged]}"] |= {(o["read"], o["features"]) for o in orders}
-    rows = [[phase, *about] for phase, pairs in found.items() for about in sorted(pairs) if all(about)]
+    phases = [(f"1, on {names[d]}", trial["outcomes"]) for (d, _), trials in tuned.items() for trial in trials]
+    phases += [(f"2, on {names[judged]}", orders) for (_, judged, _), orders in finals.items()]
+    rows = sorted({(phase, o["read"], o["features"]) for phase, outcomes in phases for o in outcomes if o["read"]})
+    changed = sorted({file for _, outcomes in phases for o in outcomes for file in o["changed"]})
     return [
         "## What was read\n",
         *table(["phase", "images (digest)", "features of the scores"], rows),
-        f"Tuning on {names[next(iter(tuned))[0]]} read no picture of {args.eval}, and a classifier-… has learnt the "
+        f"Tuning on {names[next(iter(tuned))[0]]} used no picture of {args.eval}, and a classifier-… has learnt the "
         "classes of its own scenario alone. To refuse a pair that overlaps or differs, class names are read on both "
         "sides; of a folder also names, sizes and times of its files and the size of one picture.\n",
+        *([f"Some of the runs were trained before the code changed: {', '.join(changed)}.\n"] * bool(changed)),
     ]
 
 

@@ -2,6 +2,7 @@
 
 import collections
 import csv
+import errno
 import json
 import os
 import re
@@ -24,7 +25,7 @@ import gtep_report
 
 # The flags of the real scripts that matter here; plan.py says what a run scores. No import that takes time.
 TRAIN = """
-import fcntl, json, sys, time
+import fcntl, hashlib, json, sys, time
 from pathlib import Path
 import plan
 words = sys.argv[1:]
@@ -38,6 +39,8 @@ about = {"dataset": flags["dataset"], "classes": classes, "tasks": int(flags.get
          "preset": "tiny", "lr": float(flags.get("lr", 0.003)), "batch_size": int(flags.get("batch_size", 64)),
          "steps": int(flags.get("steps", 300)), "epochs": None}
 if "dry_run" in flags:
+    if message := plan.refused(flags):
+        sys.exit("error: " + message)
     print(json.dumps(about, indent=1), "task 1: classes [0]", sep="\\n")
     sys.exit()
 folder = Path(flags["out"]) / "scene" / "ddim" / flags["method"] / f"order{flags['order']}-seed{flags['seed']}-0"
@@ -53,12 +56,16 @@ if (folder / "DONE").exists():
     sys.exit()
 with open(Path(__file__).parent / "ledger", "a") as ledger:
     ledger.write(json.dumps(["begin", flags]) + "\\n")
-(folder / "config.json").write_text(json.dumps({"flags": flags, "data": {"name": name, "digest": span or "f"}}))
+code = {"train_ddim.py": hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:12]}
+(folder / "config.json").write_text(json.dumps({"flags": flags, "code": code,
+    "data": {"name": name, "digest": span or "f"}}))
+(folder / "DIVERGED").unlink(missing_ok=True)
 time.sleep(plan.seconds)
+plan.folder = folder
 message = plan.wrong(flags)
 if message:
     (folder / "log.csv").write_text("task,seconds\\n1,100\\n1,900\\n2,900\\n2")
-    print("error:", message[1], file=sys.stderr)
+    print("error: " * bool(message[1]) + message[1], end="", file=sys.stderr)
     sys.exit(message[0])
 with open(Path(__file__).parent / "ledger", "a") as ledger:
     ledger.write(json.dumps(["end", flags]) + "\\n")
@@ -69,18 +76,24 @@ import json, sys
 from pathlib import Path
 import plan
 out, seed = Path(sys.argv[3]), sys.argv[sys.argv.index("--sampling_seed") + 1]
-count = sys.argv[sys.argv.index("--num_samples") + 1] if "--num_samples" in sys.argv else 256
+count = sys.argv[sys.argv.index("--num_samples") + 1]
 (config,) = Path(sys.argv[1]).glob("*/*/*/*/config.json")
 config = json.loads(config.read_text())
 if getattr(plan, "broken", lambda: False)():
     next(Path(sys.argv[1]).glob("*/*/*/*/DONE")).unlink()
     sys.exit("error: task1 is broken: start its training command again")
+if getattr(plan, "unscored", lambda: False)():
+    sys.exit("error: cannot score this")
 afq = plan.afq(config["flags"])
 assert seed == ("1000" if int(config["flags"]["seed"]) > 1000 else "0")
 out.mkdir(exist_ok=True)
-(out / "summary.csv").write_text("metric,generated,extractor,sampling_seed,AIQ,AFQ,FR\\n" + "".join(
-    f"{m},{count},classifier-{config['data']['digest']},{seed},{v + 1},{v},{v - 5}\\n"
-    for m, v in (("FID", afq), ("accuracy", 0.5))))
+head, summary = "metric,generated,extractor,reference,sampling_seed,AIQ,AFQ,FR", out / "summary.csv"
+rows = summary.read_text().splitlines()[1:] if summary.exists() else []
+name = getattr(plan, "features", f"classifier-{config['data']['digest']}")
+for reference in getattr(plan, "references", ["train"]):
+    about = f"{count},{name},{reference},{seed}"
+    rows += [f"FID,{about},{afq + 1},{afq},{afq - 5}", f"accuracy,{about},1.5,0.5,-4.5"]
+summary.write_text("\\n".join([head, *dict.fromkeys(rows)]) + "\\n")
 (out / "cost.csv").write_text("train_seconds,replay_seconds\\n1500,300\\n")
 """
 
@@ -99,7 +112,7 @@ class Bench:
         self.plan("afq = lambda flags: 10 + float(flags.get('l2_weight', 5)) + int(flags['order'])")
 
     def plan(self, text):
-        start = "seconds = 0\nwrong = lambda flags: None\n"
+        start = "import os\nseconds = 0\nwrong = refused = lambda flags: None\n"
         (self.folder / "plan.py").write_text(start + textwrap.dedent(text))
 
     def command(self, *flags):
@@ -227,7 +240,10 @@ def afq(flags):
     if seed == order:
         return tuning[flags["dataset"]][method][trial][order - 1]
     return fresh[flags["dataset"]][method][trial + 1][order - 1]
-wrong = lambda flags: None if afq(flags) is not None else (1, "loss_main of task 2 is nan at step 3")
+def wrong(flags):
+    if afq(flags) is None:
+        (folder / "DIVERGED").touch()
+        return 1, "loss_main of task 2 is nan at step 3"
 """
 
 
@@ -242,10 +258,10 @@ def test_selection_matrix_gap_and_ranks_by_hand(bench):
 
     # phase 1: of l2's trials 2 and 3, both 10.00, the first; si's first lost order 1; mas has none that is whole
     rows = bench.rows("trials.csv")
-    assert len(rows) == 40 and sum("nan at step 3" in r["failed"] for r in rows) == 5
+    assert len(rows) == 40 and sum(r["failed"] == "diverged" for r in rows) == 5
     section = text.split("## Phase 2")[0]
     (line,) = (line for line in section.splitlines() if line.startswith("| digits_0-4 | l2 | 3 of 8 | 0 of 6 |"))
-    assert f"| {by['l2'][1]} |" in line and line.endswith("| 10.00 |")
+    assert line.endswith(f"| {by['l2'][1]} | l2_weight | 10.00 |")  # 10 is the last of its list
     assert f"| digits_0-4 | si | 3 of 8 | 1 of 6 | {by['si'][2]} |" in section
     assert "| digits_0-4 | er | 1 of 1 | 0 of 2 | – | – | 16.00 |" in section
     assert "| digits_0-4 | mas | 3 of 8 | 4 of 6 | none: all trials failed | – | – |" in section
@@ -264,14 +280,16 @@ def test_selection_matrix_gap_and_ranks_by_hand(bench):
     assert float(head["AFQ_low"]) == pytest.approx(24 - 12.7062047 * 2, rel=1e-5)  # 2.83 / √2 = 2
     assert float(head["AFQ_high"]) == pytest.approx(24 + 12.7062047 * 2, rel=1e-5)
     assert (cells[b, b, "mas"]["AFQ_mean"], cells[b, b, "mas"]["failed"]) == ("60", "1")
-    assert (cells[a, b, "mas"]["AFQ_mean"], cells[a, b, "mas"]["failed"]) == ("", "2")
+    assert (cells[a, b, "mas"]["AFQ_mean"], cells[a, b, "mas"]["failed"]) == ("", "0")  # nothing to run
+    assert cells[a, b, "mas"]["runs"] == "0" and "| mas | none: all trials failed | – | – | – | – | 0 of 0 |" in text
 
     # gap on D^E: l2 (22-20, 26-20), si (30-33, 34-35); with an order or all trials lost there is none to pair
     gaps = {r["method"]: r for r in bench.rows("protocols.csv")}
     assert [gaps[m]["gap"] for m in ("l2", "si", "er", "mas")] == ["4", "-2", "0", ""]
     assert [gaps[m]["gap_percent"] for m in ("l2", "si", "er", "mas")] == ["20", "-5.88235", "0", ""]
-    assert [gaps[m]["p"] for m in ("l2", "si", "er", "mas")] == ["0.5", "0.5", "1", ""]
+    assert [gaps[m]["p"] for m in ("l2", "si", "er", "mas")] == ["0.5", "0.5", "", ""]
     assert float(gaps["l2"]["gap_high"]) == pytest.approx(4 + 12.7062047 * 2, rel=1e-5)
+    assert "| er | 22.00 | 22.00 | 0.00 | 0.0 | same values | – | – | 2 | 1 |" in text  # no test of a run with itself
     # ρ: (12, 10, 10) against (11, 20, 40): ranks 3 1.5 1.5 and 1 2 3; (∞, 25, 21) against (5, 6, 7); all ∞
     assert float(gaps["l2"]["spearman"]) == pytest.approx(-1.5 / 3**0.5, rel=1e-5)
     assert [gaps[m]["spearman"] for m in ("si", "er", "mas")] == ["-1", "", ""]
@@ -289,7 +307,7 @@ def test_selection_matrix_gap_and_ranks_by_hand(bench):
     # a failed run is not tried again, nor a finished one
     before = len(bench.ledger())
     again = bench.run("--methods", "l2", "si", "er", "mas", *DIGITS, "--trials", 3, "--orders", 1, 2, "--both")
-    assert again.returncode == 0 and len(bench.ledger()) == before
+    assert (again.returncode, again.stderr) == (0, "") and len(bench.ledger()) == before
     assert (bench.folder / "results/gtep/report.md").read_text() == text
 
 
@@ -307,7 +325,9 @@ def test_without_both_the_tuned_score_is_the_conventional_one(bench):
         0.003 * first["lr"], round(64 * first["batch_size"]), round(100 * first["length"]))  # fmt: skip
     rows = {r["method"]: r for r in bench.rows("protocols.csv", "o")}
     assert rows["ncl"]["conventional"] == "18" and rows["ncl"]["gap"] == ""
-    assert "The interval is Student's t over 1 order." in (bench.folder / "o/report.md").read_text()
+    text = (bench.folder / "o/report.md").read_text()
+    assert "The interval is Student's t over 1 order." in text
+    assert "training flags `--steps 100`. FID of 256 images a task" in text
 
 
 # --------------------------------------------------------------------------------- killed, shared, stopped
@@ -348,8 +368,16 @@ def test_what_is_not_the_methods_fault_stops_everything(bench):
     bench.plan("afq = lambda flags: 1\nwrong = lambda flags: (2, 'no data') if '5-9' in flags['dataset'] else None")
     one_line(bench.run("--methods", "er", *DIGITS, "--orders", 1), 2, "no data")
     assert "| digits_0-4 | er | 1 of 1 |" in (bench.folder / "results/gtep/report.md").read_text()
-    bench.plan("afq = lambda flags: 1\nwrong = lambda flags: (1, 'cannot write x: no space left')")
-    one_line(bench.run("--methods", "l2", *DIGITS, "--trials", 2, "--orders", 1), 1, "no space left")
+    for code, said, shown in (
+        (1, "OSError: [Errno 28] No space left on device", "No space left"),
+        (1, "RuntimeError: CUDA error: unspecified\\nCompile with TORCH_USE_CUDA_DSA", "CUDA error: unspecified"),
+        (130, "interrupted", "interrupted"),
+    ):
+        bench.plan(f"afq = lambda flags: 1\nwrong = lambda flags: ({code}, {said!r})".replace("\\\\n", "\\n"))
+        one_line(bench.run("--methods", "l2", *DIGITS, "--trials", 2, "--orders", 1), 1, shown, "output.txt")
+    bench.plan("afq = lambda flags: 1\nunscored = lambda: True")
+    one_line(bench.run("--methods", "l2", *DIGITS, "--trials", 2, "--orders", 1), 1, "cannot score this", "output.txt")
+    assert not list(bench.folder.rglob("FAILED"))
     bench.plan("afq = lambda flags: 3")
     assert bench.run("--methods", "l2", *DIGITS, "--trials", 2, "--orders", 1).returncode == 0
 
@@ -359,27 +387,35 @@ def test_a_method_of_which_all_fails_is_reported(bench):
     done = bench.run("--methods", "ncl", *DIGITS, "--orders", 1)
     assert (done.returncode, done.stderr) == (0, "")
     assert "| digits_0-4 | ncl | 1 of 1 | 1 of 1 | none: all trials failed | – | – |" in done.stdout
-    assert bench.rows("results.csv")[0]["failed"] == "1" and len(bench.ledger()) == 1
+    assert bench.rows("results.csv")[0]["runs"] == "0" and len(bench.ledger()) == 1
+    # code that changed since is said, once, and in the report
+    with open(bench.folder / "train_ddim.py", "a") as file:
+        file.write("# other\n")
+    again = bench.run("--methods", "ncl", *DIGITS, "--orders", 1)
+    assert again.returncode == 0 and len(bench.ledger()) == 1
+    assert again.stderr.startswith("note: code has changed since") and again.stderr.count("\n") == 1
+    assert "trained before the code changed: train_ddim.py." in again.stdout
 
 
-def test_a_training_that_is_killed_is_taken_up_once_more(bench):
+def test_a_training_that_is_killed_is_taken_up_while_it_gets_on(bench):
     bench.plan("""
-    import os
     def wrong(flags):
-        if flags["method"] == "si" or (flags["method"] == "l2" and not os.path.exists("once")):
-            open("once", "w").close()
+        tasks = len(list(folder.glob("task*")))
+        if flags["method"] == "si" or (flags["method"] == "l2" and tasks < 3):
+            (folder / f"task{tasks + 1 if flags['method'] == 'l2' else 1}").mkdir(exist_ok=True)
+            (folder / f"task{tasks + 1}" / "SHA256SUMS").touch() if flags["method"] == "l2" else None
             os.kill(os.getpid(), 9)
     afq = lambda flags: 3
     """)
     done = bench.run("--methods", "l2", "si", *DIGITS, "--trials", 1, "--orders", 1)
-    assert done.returncode == 0, done.stderr
+    assert (done.returncode, done.stderr) == (0, "")
     found = {r["method"]: (r["AFQ"], r["failed"]) for r in bench.rows("trials.csv")}
-    assert found == {"l2": ("3", ""), "si": ("", "was killed twice, by signal 9")}
+    assert found == {"l2": ("3", ""), "si": ("", "was killed by signal 9, twice")}
+    assert sum(what == "begin" and f["method"] == "si" for what, f in bench.ledger()) == 2
 
 
 def test_a_broken_checkpoint_is_trained_again_and_a_run_in_use_is_waited_for(bench):
     bench.plan("""
-    import os
     def once(name):
         if not os.path.exists(name):
             open(name, "w").close()
@@ -389,10 +425,22 @@ def test_a_broken_checkpoint_is_trained_again_and_a_run_in_use_is_waited_for(ben
     afq = lambda flags: 3
     """)
     done = bench.run("--methods", "er", *DIGITS, "--orders", 1)
-    assert done.returncode == 0, done.stderr
+    assert (done.returncode, done.stderr) == (0, "note: waiting for 1 runs that other processes do\n")
     ends = [(what, flags["dataset"]) for what, flags in bench.ledger() if what == "end"]
     assert ends == [("end", "digits:0-4"), ("end", "digits:0-4"), ("end", "digits:5-9")]
     assert not list(bench.folder.rglob("FAILED"))
+
+
+def test_only_what_this_command_said_counts(bench):
+    """The first is refused, the next dies without a word: what the first said is not the reason of the next."""
+    bench.plan("""
+    def wrong(flags):
+        begun = open("ledger").read().count("begin")
+        return (2, "x is in use by another process; wait") if begun == 1 else (1, "")
+    """)
+    done = bench.run("--methods", "ncl", *DIGITS, "--orders", 1)
+    assert done.returncode == 0, done.stderr
+    assert [r["failed"] for r in bench.rows("trials.csv")] == ["ended with 1"]
 
 
 def test_interrupted(bench):
@@ -410,14 +458,44 @@ def test_interrupted(bench):
 
 
 def test_other_scores_in_the_same_folder(bench):
-    """--num_samples scores anew and trains nothing again."""
-    plan = ("--methods", "er", *DIGITS, "--orders", 1)
-    assert bench.run(*plan).returncode == 0
+    """--num_samples scores anew and trains nothing again; scores that do not compare never meet."""
+    plan = ("--methods", "l2", *DIGITS, "--orders", 1)
+    bench.plan("afq = lambda flags: float(flags['l2_weight'])\nreferences = ['test', 'train']")
+    assert bench.run(*plan, "--trials", 2, "--num_samples", 64).returncode == 0
     count = len(bench.ledger())
-    listed = bench.run(*plan, "--num_samples", 64, "--list")
-    assert listed.stdout.count("--num_samples 64") == 1
-    assert bench.run(*plan, "--num_samples", 64).returncode == 0 and len(bench.ledger()) == count
-    assert not bench.run(*plan, "--num_samples", 64, "--list").stdout
+    assert bench.run(*plan, "--trials", 2, "--list").stdout.count("--num_samples 256") == 2
+    assert bench.run(*plan, "--trials", 3).returncode == 0  # back and forth
+    assert len(bench.ledger()) - count in (2, 4)  # the third trial, and its winner if it is another
+    summaries = [p.read_text() for p in bench.folder.glob("results/gtep/runs/digits_0-4/*/scores/summary.csv")]
+    assert len(summaries) == 3 and all("FID,256," in text for text in summaries)
+    assert not bench.run(*plan, "--trials", 2, "--num_samples", 64, "--list").stdout
+    bench.plan("afq = lambda flags: 3\nfeatures = 'classifier-other'")  # trained anew, in another --data
+    refused = bench.run(*plan, "--trials", 4)
+    one_line(refused, 2, "digits:0-4 do not compare", "classifier-0-4", "classifier-other")
+    assert "4 of 8" not in (bench.folder / "results/gtep/report.md").read_text()
+
+
+def test_listed_commands_reach_phase_2_though_one_diverges(bench):
+    """Through bash, with a space in --out; without --list in between."""
+    bench.plan("""
+    def wrong(flags):
+        if flags["method"] == "l2" and flags["order"] == "1" and flags["seed"] == "1":
+            (folder / "DIVERGED").touch()
+            return 1, "loss is nan"
+    afq = lambda flags: 3
+    """)
+    plan = ("--methods", "l2", "er", *DIGITS, "--trials", 2, "--orders", 1, 2, "--out", "a b")
+    todo = []
+    for _ in range(3):
+        listed = bench.run(*plan, "--list")
+        assert listed.returncode == 0
+        todo.append(len(listed.stdout.splitlines()))
+        for line in listed.stdout.splitlines():
+            subprocess.run(["bash", "-c", line], cwd=bench.folder, capture_output=True)
+    assert todo == [6, 2, 0]  # l2 has no trial that is whole
+    assert not (bench.folder / "a b/report.md").exists() and bench.run(*plan).returncode == 0
+    failed = [(r["method"], r["order"], r["failed"]) for r in bench.rows("trials.csv", "a b") if r["failed"]]
+    assert failed == [("l2", "1", "diverged")] * 2 and not list(bench.folder.rglob("FAILED"))
 
 
 # ----------------------------------------------------------------------------------------- guards and input
@@ -433,20 +511,59 @@ def pictures(folder, *classes):
 
 
 def test_tuning_works_with_the_other_data_away(bench):
-    plan = ("--methods", "l2", "--tune", "digits:0-4", "--eval", "./pics/birds", "--trials", 2, "--orders", 1, "--both")
+    plan = ("--methods", "l2", "--tune", "digits:0-4", "--eval", "./pics/birds", "--trials", 2, "--orders", 1, "--both",
+            "--extractor", "classifier")  # fmt: skip
     away = bench.run(*plan)
     assert away.returncode == 2 and "phase 1 is done, phase 2 needs ./pics/birds" in away.stderr
     assert "Traceback" not in away.stderr and away.stderr.count("\n") == 2  # a note, and the error
     assert {f["dataset"] for _, f in bench.ledger()} == {"digits:0-4"} and len(bench.ledger()) == 4
     report = (bench.folder / "results/gtep/report.md").read_text()
     assert "| digits_0-4 | l2 | 2 of 8 | 0 of 2 |" in report and "## Phase 2" not in report
+    (bench.folder / "results/gtep/report.md").unlink()
+    assert bench.run(*plan, "--list").returncode == 2 and not (bench.folder / "results/gtep/report.md").exists()
     pictures(bench.folder / "pics/birds", *"vwxyz")
     done = bench.run(*plan)
     assert done.returncode == 0, done.stderr
     assert len(bench.ledger()) == 4 + 4 + 2 * len({r["values"] for r in bench.rows("results.csv")}) * 2
+    # data that are there to be described, but cannot be read: what is done is reported, and nothing older beside it
+    bench.plan("afq = lambda flags: 1\nwrong = lambda flags: (2, 'no data') if 'pics' in flags['dataset'] else None")
+    one_line(bench.run(*plan[:7], 3, *plan[8:]), 2, "no data")
+    report = (bench.folder / "results/gtep/report.md").read_text()
+    assert "| digits_0-4 | l2 | 3 of 8 | 0 of 3 |" in report and "| birds" not in report
+    assert not list(bench.folder.glob("results/gtep/results.csv")) + list(bench.folder.glob("results/gtep/protoc*.csv"))
 
 
-def test_scenarios_that_share_or_differ_are_refused(bench):
+def test_folders_of_one_name_and_what_a_method_refuses(bench):
+    a, b = pictures(bench.folder / "p/x", *"vw"), pictures(bench.folder / "q/x", *"mn")
+    plan = ("--methods", "er", "l2", "--tune", a, "--eval", b, "--trials", 1, "--orders", 1, "--extractor")
+    bench.plan("refused = lambda flags: 'not with l2' if flags['method'] == 'l2' else None")
+    one_line(bench.run(*plan, "classifier"), 2, "l2: not with l2")
+    assert not bench.ledger()  # before any training
+    bench.plan("afq = lambda flags: 3")
+    done = bench.run(*plan, "classifier")
+    assert done.returncode == 0, done.stderr
+    assert f"# Tuned on {a}, judged on {b}\n" in done.stdout and f"| 2, on {b} | " in done.stdout
+
+
+def test_weights_that_only_the_other_scenario_needs(monkeypatch, tmp_path):
+    alike = {"classes": 5, "tasks": 5, "size": 8, "preset": "tiny"}
+    monkeypatch.setattr(gtep, "described", lambda args, dataset, method: alike | {"dataset": dataset})
+    monkeypatch.setattr(gtep, "do_all", lambda *_: pytest.fail("training"))
+    with pytest.raises(common.UserError, match="no Inception weights: none"):
+        gtep.main(["--methods", "er", *DIGITS[:2], "--eval", "cifar10:0-4", "--inception_weights", "none",
+                   "--out", str(tmp_path)])  # fmt: skip
+
+
+def test_other_errors_than_a_held_lock_are_not_in_use(tmp_path, monkeypatch):
+    def flock(*_):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(common.fcntl, "flock", flock)
+    with pytest.raises(OSError, match="No locks"), common.locked(tmp_path):
+        pass
+
+
+def test_scenarios_that_share_or_differ_are_refused(bench, monkeypatch):
     def refused(tune, judge, *words):
         one_line(bench.run("--methods", "l2", "--tune", tune, "--eval", judge), 2, *words)
         assert not (bench.folder / "results").exists()
@@ -458,6 +575,10 @@ def test_scenarios_that_share_or_differ_are_refused(bench):
     refused(a, b, "share the class 'v'")
     refused(a, f"{bench.folder}/p/../p/a", "share the classes 0 to 4")
     assert [gtep.is_away(d) for d in ("birds", "x/birds", "x/birds:0-4", str(a), f"{a}:0-4")] == [0, 1, 1, 0, 0]
+    monkeypatch.setenv("HOME", str(bench.folder))
+    assert [gtep.is_away(d) for d in ("~/p/a", "~/p/a:0-1", "~/p/none")] == [0, 0, 1]
+    first, second = (gtep.class_names(gtep.streams.scenario(f"cifar10:{span}")) for span in ("0-1", "2-9"))
+    assert first == {"airplane", "automobile"} and len(second) == 8 and not first & second
     alike = {"dataset": "digits:0-4", "classes": 5, "tasks": 5, "size": 8, "preset": "tiny"}
     for flag, value in (("tasks", 1), ("size", 32), ("classes", 10), ("preset", "S")):
         with pytest.raises(common.UserError, match="the same configuration"):
@@ -497,6 +618,23 @@ def test_help_comes_before_torch():
 
 
 # -------------------------------------------------------------------------------------------- the commands
+
+
+@pytest.mark.parametrize("backbone, own", [("ddim", "ddim_steps"), ("stylegan2", "r1_gamma")])
+def test_the_real_scripts_say_what_is_needed_of_them(backbone, own):
+    flags = ("--backbone", backbone, "--methods", "er", *DIGITS, "--data", "d", "--extractor", "inception")
+    args = gtep.parse_args([*flags, "--inception_weights", "w", "--num_samples", "64", "--", "--epochs", "7"])
+    args.base = gtep.described(args, "digits:0-4", "er")
+    about = {flag: args.base[flag] for flag in ("dataset", "classes", "tasks", "size", "preset", "steps", "epochs")}
+    assert list(about.values()) == ["digits:0-4", 5, 5, 8, "tiny", None, 7] and own in args.base
+    run = gtep.tried(args, "digits:0-4", "er")[0]["runs"][0]
+    train, score = (" ".join(command[1:]) for command in gtep.commands(args, run))
+    assert train.startswith(f"{ROOT}/train_{backbone}.py --dataset digits:0-4 ") and " --data d " in train
+    assert train.endswith("--epochs 7") and " --data d " in score
+    assert "--extractor inception --num_samples 64 --sampling_seed 0 --inception_weights w" in score
+    before = gtep.place(args, run)
+    args.base["lr"] *= 2  # another preset: another run
+    assert gtep.place(args, run) != before
 
 
 def test_readme_commands_run_as_they_stand(bench):
