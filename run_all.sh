@@ -53,7 +53,7 @@ for method in ('kd', 'l2', 'ewc', 'si', 'mas'):
 }
 
 gtep_demo() {  # $1: --list, or nothing. As small as still shows all parts of the report: its numbers prove nothing
-    echo "$PYTHON gtep.py $1 --methods l2 si kd er --tune digits:0-4 --eval digits:5-9 --both --trials 3 --orders 1 2" \
+    echo "$PYTHON gtep.py $1 --methods l2 si kd er --tune digits:0-4 --eval digits:5-9 --both --trials 3 --orders 1" \
         "--jobs $JOBS --num_samples 64 --out results/gtep_demo" \
         "-- --steps 40 --batch_size 16 --replay_size 8 --ddim_steps 10"
 }
