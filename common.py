@@ -34,6 +34,9 @@ ROOT = Path(__file__).resolve().parent
 # ------------------------------------------------------------------------------------------------- errors
 
 
+INTERRUPTED = "interrupted; the same command again goes on from the last saved state"
+
+
 class UserError(Exception):
     """One line for the user. Exit code 2: bad input; 1: it broke while running."""
 
@@ -51,11 +54,19 @@ def note(text):
     print(f"note: {text}", file=sys.stderr, flush=True)
 
 
+def say_interrupted(kind, error, trace):
+    """sys.excepthook: Ctrl-C outside of `one_line_errors`, while a script loads PyTorch, is one line too."""
+    if kind is not KeyboardInterrupt:
+        return sys.__excepthook__(kind, error, trace)
+    print(f"error: {INTERRUPTED}", file=sys.stderr, flush=True)
+
+
 @contextlib.contextmanager
 def one_line_errors():
     """Around a script: ends it with one line for a user's mistake, a full disk or Ctrl-C."""
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(errors="replace")  # a terminal that knows no ± still shows the table
+    sys.excepthook = say_interrupted
     try:
         yield
     except UserError as error:
@@ -63,7 +74,7 @@ def one_line_errors():
     except OSError as error:
         message, code = f"{error.filename or 'input/output'}: {error.strerror or error}", 1
     except KeyboardInterrupt:
-        message, code = "interrupted; the same command again goes on from the last saved state", 130
+        message, code = INTERRUPTED, 130
     else:
         return
     print(f"error: {message}", file=sys.stderr, flush=True)
@@ -256,6 +267,17 @@ def is_sound(folder):
     return not broken
 
 
+def load_weights(net, path):
+    """Fills a network from a safetensors file of exactly its names and shapes."""
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    try:
+        net.load_state_dict(load_file(path))
+    except (OSError, RuntimeError, SafetensorError) as error:
+        fail(f"{path} does not fit this network ({str(error).split(chr(10))[0]}); remove its folder and start again", 1)
+
+
 def save_tensors(state, path):
     import torch
 
@@ -400,7 +422,7 @@ def importance(learner, task, count, seed, objective, add):
     learner.hold(usual, (seed, task.number, "usual batch"))
     for k, index in enumerate(tqdm(pick, f"importance of task {task.number}", unit="img", disable=None, leave=False)):
         key = (seed, task.number, k, "importance")
-        batch = learner.draw(images[index : index + 1], labels[index : index + 1], key)
+        batch = learner.draw(images[[index]], labels[[index]], key)
         for phase in phases:
             torch.manual_seed(hash32((*key, phase.name)))
             params = learner.params(phase)

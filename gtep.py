@@ -377,6 +377,10 @@ def parse_args(argv=None):
     tuned = {flag for method in args.methods for flag in search_space(method, "method")}
     for word in args.training:
         flag = word.split("=")[0].removeprefix("--")
+        if word in ("-h", "--help"):
+            common.fail(
+                f"{word} after --: python {Path(script(args)).name} --help lists the flags of the training script"
+            )
         if word.startswith("--") and flag in {*OWN, *tuned}:
             common.fail(f"--{flag} after -- is not yours to set: gtep.py sets it")
     most = math.prod(map(len, COMMON.values()))

@@ -50,7 +50,6 @@ from typing import NamedTuple  # noqa: E402
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
 from diffusers import DDIMScheduler, UNet2DModel  # noqa: E402
-from safetensors.torch import load_file  # noqa: E402
 
 import fid  # noqa: E402
 
@@ -196,7 +195,7 @@ class DDIM:
         self.scheduler.save_pretrained(folder / "scheduler")
 
     def load(self, folder):
-        self.unet.load_state_dict(load_file(folder / "unet" / "diffusion_pytorch_model.safetensors"))
+        common.load_weights(self.unet, folder / "unet" / "diffusion_pytorch_model.safetensors")
 
 
 Learner = DDIM  # the name by which eval_metrics.py finds it

@@ -62,7 +62,7 @@ from typing import NamedTuple  # noqa: E402
 
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
-from safetensors.torch import load_file, save_file  # noqa: E402
+from safetensors.torch import save_file  # noqa: E402
 from torch import nn  # noqa: E402
 from torch.nn import functional as F  # noqa: E402
 
@@ -528,7 +528,7 @@ class StyleGAN2:
 
     def load(self, folder):
         for name, net in self.nets.items():
-            net.load_state_dict(load_file(folder / f"{name}.safetensors"))
+            common.load_weights(net, folder / f"{name}.safetensors")
 
 
 Learner = StyleGAN2  # the name by which eval_metrics.py finds it

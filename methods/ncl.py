@@ -14,9 +14,9 @@ A method may touch `learner` alone (class DDIM in train_ddim.py, StyleGAN2 in tr
 `params`, `draw`, `loss` (which leaves the network's answer in batch["out"]), `outputs`, `nll`, `hold`, `sample`,
 `fresh`, `frozen_copy`, `class_rows`, and `data` (images uint8 (N, 3, H, W) and labels (N,)). A task has `number` (from
 1), `classes` and `indices` (rows of the data). A phase is one update within a step: the diffusion model has one, a GAN
-one for G, one for D, and now and then R1, which is not `main`. A key is a tuple (seed, task, step): add a purpose of
-your own and hand it to what draws random numbers. Where a file needs torch itself, it imports it in the hook: --help
-and a finished run are answered before it is loaded.
+one for G, one for D, and now and then R1, which is not `main`; each must keep a weight that trains. A key is a tuple
+(seed, task, step): add a purpose of your own and hand it to what draws random numbers. Where a file needs torch itself,
+it imports it in the hook: --help and a finished run are answered before it is loaded.
 """
 
 
