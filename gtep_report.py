@@ -225,11 +225,8 @@ def compared(args, names, tune, judge, tuned, winners, finals, cells):
             for source in (tune, judge):
                 of = [short(*cells[source, judged, method]["AFQ"][:2]) for judged in (tune, judge)]
                 matrix.append([method, names[source], *of])
-        both_ranks = [ranks(some)[k] if math.isfinite(some[k]) else "–" for some in (usual, gtep)]
-        rows.append(
-            row | dict(zip(("rank_conventional", "rank_gtep"), both_ranks, strict=True)) | {"kendall": number(tau)}
-        )
-        lines.append([*line, *both_ranks])
+        rows.append(row | {"rank_conventional": ranks(usual)[k], "rank_gtep": ranks(gtep)[k], "kendall": number(tau)})
+        lines.append([*line, ranks(usual)[k], ranks(gtep)[k]])
     common.write_csv(args.out / "protocols.csv", rows)
     text = []
     if both:

@@ -685,5 +685,5 @@ def test_run_all_demo(bench):
         return done.stdout
 
     listed = demo("--list").splitlines()
-    assert len(listed) == 40 and all("train_ddim.py" in line for line in listed)
+    assert len(listed) == 20 and all("train_ddim.py" in line for line in listed)
     assert "Kendall" in demo() and len(bench.rows("protocols.csv", "results/gtep_demo")) == 4
