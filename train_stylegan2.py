@@ -464,7 +464,7 @@ class StyleGAN2:
         if phase.name != "R1":
             return sum(term.sum() for term in self.losses(phase, batch)) / len(batch["labels"])
         images = batch["images"].detach().requires_grad_()
-        # without autocast, and not compiled: torch.compile has no second derivatives
+        # float32 whatever --precision, and not compiled: torch.compile has no second derivatives
         (slope,) = torch.autograd.grad(self.D.forward(images, batch["labels"]).sum(), images, create_graph=True)
         return R1_EVERY * self.args.r1_gamma / 2 * slope.square().sum((1, 2, 3)).mean()
 
