@@ -440,11 +440,9 @@ class StyleGAN2:
 
     def outputs(self, phase, batch):
         """What MAS measures and KD matches: images of G, logits (N, 1) of D for real images."""
-        return (
-            self.generate(batch, 0)
-            if phase.name == "G"
-            else self.discriminate(batch["images"], batch["labels"], "real")
-        )
+        if phase.name == "G":
+            return self.generate(batch, 0)
+        return self.discriminate(batch["images"], batch["labels"], "real")
 
     def losses(self, phase, batch):
         """Terms of the loss (StyleGAN2-ADA's non-saturating logistic loss), each (N, 1): of G one, of D two."""
