@@ -343,3 +343,26 @@ def reference_features(extractor, data, classes, cache, split="train"):
         features.append(np.load(target / "features.npy", mmap_mode="r"))
     bar.close()
     return features
+
+
+class Selection:
+    """The judge of --select best: FID of a few samples against all images that a task trains on."""
+
+    def __init__(self, args, data, device):
+        kind = extractor_kind(args.dataset)
+        self.args, self.data = args, data
+        self.extractor = extractor(kind, data, args.data, device, args.inception_weights)
+        self.name = self.extractor.name
+
+    def begin(self, task, indices):
+        """Labels, seeds and reference of a task that trains on the images `indices`."""
+        labels, count = self.data.labels[indices], self.args.val_samples
+        self.labels = common.proportional_labels(labels, count)
+        self.seeds = common.sampling_seeds((self.args.seed, task.number, "selection"), count)
+        known = reference_features(self.extractor, self.data, np.unique(labels), self.args.data)
+        self.reference = with_root(statistics(known))
+
+    def score(self, learner):
+        """FID, smaller is better."""
+        features = self.extractor.features(learner.sample(self.labels, self.seeds))
+        return frechet_distance(statistics(features), self.reference)

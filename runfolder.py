@@ -5,11 +5,14 @@ runs/<dataset>/<backbone>/<method>/order<k>-seed<s>-<hash>/
     resume/       the newest state inside a task     DONE   when there is nothing left to do
 """
 
+import contextlib
+import copy
 import csv
 import hashlib
 import importlib
 import importlib.metadata
 import json
+import math
 import re
 import shlex
 import shutil
@@ -22,14 +25,18 @@ import numpy as np
 from common import (
     ROOT,
     Parser,
+    batch_positions,
     fail,
     is_sound,
     load_tensors,
+    locked,
     new_folder,
+    on_gpu,
     output_folder,
     peak_memory,
     picture_grid,
     positive,
+    progress,
     read_csv,
     read_json,
     sampling_seeds,
@@ -169,7 +176,7 @@ def code_hashes(script, method):
     """{file: short hash} of all code that a run's result can depend on."""
     modules = [c.__module__ for c in method_class(method).__mro__ if c.__module__.startswith("methods.")]
     files = [Path(script).name, "common.py", "fid.py", "readers.py", "runfolder.py", "streams.py"]
-    files += [module.replace(".", "/") + ".py" for module in modules]
+    files += [module.replace(".", "/") + ".py" for module in [*modules, "methods._shared"]]
     return {f: hashlib.sha256((ROOT / f).read_bytes()).hexdigest()[:12] for f in files}
 
 
@@ -242,14 +249,14 @@ def write_or_check_config(run, config, args, script):
 # -------------------------------------------------------------------------------------------------- state
 
 
-def print_plan(args, run, data, tasks, parameters):
+def print_plan(args, backbone, data, tasks, parameters):
     """What --dry_run says; parameters: {network: count}."""
     print(json.dumps(vars(args), indent=1))
     for task in tasks:
         print(f"task {task.number}: classes {task.classes} ({data.names(task.classes)}), {len(task.indices)} images")
     for network, count in parameters.items():
         print(f"{network}: {count:,} parameters")
-    print(f"run folder: {run}")
+    print(f"run folder: {run_folder(args, backbone)}")
 
 
 def finished_tasks(run, tasks):
@@ -294,11 +301,10 @@ def resume_state(run, task):
     return None
 
 
-def keep_task(run, method, tasks, task, best, steps, cost, parameters, trained):
+def keep_task(run, method, tasks, task, best, steps, cost, trained):
     """Ends a task at the weights that are kept, and writes its folder.
 
-    best: what --select best chose, or None; cost: seconds by part; parameters, trained: counts, of all and of those
-    that this task has trained.
+    best: what --select best chose, or None; cost: seconds by part; trained: how many numbers this task has trained.
     """
     args, learner = method.args, method.learner
     if not all(p.isfinite().all() for net in learner.nets.values() for p in net.parameters()):
@@ -317,7 +323,7 @@ def keep_task(run, method, tasks, task, best, steps, cost, parameters, trained):
         "seconds": cost | {"train": cost["train"] - cost["replay"]},
         "peak_memory_bytes": peak_memory(learner.device),
         "parameters_trained": trained,
-        "parameters_stored": method.stored(parameters, task.number),
+        "parameters_stored": method.stored(learner.sizes, task.number),
     }
     with new_folder(run / f"task{task.number}") as folder:
         method.save(folder)
@@ -338,6 +344,163 @@ def checkpoint_hash(folder):
     lines = (folder / "SHA256SUMS").read_text(errors="replace").splitlines()
     weights = "\n".join(line for line in lines if line.endswith(".safetensors"))
     return hashlib.sha256(weights.encode()).hexdigest()[:12]
+
+
+# --------------------------------------------------------------------------------------------------- run
+
+
+def trained_state(modules):
+    """{name: state} of what training changes: all of a state but the frozen weights, which are where they came from."""
+    states = {}
+    for name, module in modules.items():
+        frozen = {key for key, p in module.named_parameters() if not p.requires_grad}
+        states[name] = {key: value for key, value in module.state_dict().items() if key not in frozen}
+    return states
+
+
+def load_trained(modules, states):
+    for name, module in modules.items():
+        missing, unexpected = module.load_state_dict(states[name], strict=False)
+        frozen = {key for key, p in module.named_parameters() if not p.requires_grad}
+        if unexpected or {*missing} - frozen:
+            fail(f"the saved state does not fit {name}: {[*unexpected, *({*missing} - frozen)][0]}; start anew", 1)
+
+
+class Run:
+    """What a training script does beside the experiment: it goes on where it was stopped, logs, selects, saves, keeps.
+
+        with Run(__file__, "ddim", method, tasks, judge) as run:
+            for task, past in run.tasks_left():
+                …                                           # the method's start, the optimisers
+                for step in run.steps(task, indices, optimisers):
+                    images, labels = run.batch(step)
+                    …                                       # the step itself
+                    run.log(step, lr, record)
+                run.keep()
+
+    judge: a fid.Selection for --select best, or None. about: what else config.json should hold. Only what is trained
+    goes into the state inside a task.
+    """
+
+    def __init__(self, script, backbone, method, tasks, judge=None, about=None):
+        self.args, self.method, self.learner = method.args, method, method.learner
+        self.script, self.tasks, self.judge = script, tasks, judge
+        self.folder = run_folder(self.args, backbone)
+        self.config = describe(self.args, script, self.learner.data, tasks, self.learner.device)
+        self.config |= {"backbone": backbone, "isolated": method.isolated, **(about or {})}
+        self.config |= {"parameters": self.learner.sizes.model, "judge": judge and judge.name}
+
+    def __enter__(self):
+        with contextlib.ExitStack() as held:
+            held.enter_context(locked(self.folder))
+            write_or_check_config(self.folder, self.config, self.args, self.script)
+            self.done = finished_tasks(self.folder, len(self.tasks))
+            if self.done:
+                self.method.load(self.folder, self.done, self.done)
+                self.method.load_state_dict(load_tensors(self.folder / f"task{self.done}" / "method.pt"))
+            self.held = held.pop_all()  # until __exit__
+        return self
+
+    def __exit__(self, kind, *rest):
+        with self.held:
+            if kind is None:
+                finish(self.folder)
+                print(f"{self.folder} is finished")
+
+    def tasks_left(self):
+        """(task, the tasks before it) of each that is not finished."""
+        for task in self.tasks[self.done :]:
+            yield task, self.tasks[: task.number - 1]
+
+    def steps(self, task, indices, optimisers):
+        """The steps that are left of a task which trains on the images `indices`; their number in all is `length`.
+
+        Between two steps: a row of log.csv, a score of --select best, a save, each when it is due.
+        """
+        args, method, learner = self.args, self.method, self.learner
+        own = args.steps or math.ceil(args.epochs * len(task.indices) / args.batch_size)
+        self.length = round(own * len(indices) / len(task.indices))  # Non-CL: as the pool grows
+        self.task, self.indices = task, indices
+        self.trained = sum({n: p.numel() for k in learner.phases(0) for n, p in learner.params(k).items()}.values())
+        self.best, self.cost = None, {"train": 0.0, "replay": 0.0, "importance": 0.0, "selection": 0.0}
+        if self.judge:
+            self.judge.begin(task, indices)
+        start, state = 0, resume_state(self.folder, task.number)
+        if state:
+            start, self.best, self.cost = state["step"], state["best"], state["cost"]
+            load_trained(learner.nets, state["nets"])
+            for name, optimiser in optimisers.items():
+                optimiser.load_state_dict(state["optimisers"][name])
+            method.load_state_dict(state["method"])
+            print(f"task {task.number}: goes on from step {start} of {self.length}")
+        self.csv = Log(self.folder / "log.csv", task.number, start)
+        bar = progress(self.length * args.batch_size, f"{args.method} task {task.number}/{len(self.tasks)}")
+        bar.update(start * args.batch_size)
+        self.resident = on_gpu(learner.data.images, indices, learner.device)
+        clock, seen = time.perf_counter(), 0
+        for step in range(start, self.length):
+            yield step
+            bar.update(args.batch_size)
+            seen += args.batch_size
+            last = step + 1 == self.length
+            score_now = self.judge and ((step + 1) % args.eval_every == 0 or last)
+            save_now = (step + 1) % args.save_every == 0 and not last
+            if (step + 1) % LOG_EVERY == 0 or last or score_now or save_now:
+                self.cost["train"] += time.perf_counter() - clock
+                clock = time.perf_counter()
+                self.row = self.csv.flush(seen, self.lr, self.cost["train"])
+                seen = 0
+                bar.set_postfix(self.losses(), refresh=False)
+            if score_now:
+                score = self.judge.score(learner)
+                if self.best is None or score < self.best["score"]:
+                    self.best = {"score": score, "step": step + 1, "method": method.state_dict()}
+                    self.best["nets"] = copy.deepcopy(trained_state(learner.nets))
+                self.cost["selection"] += time.perf_counter() - clock
+            if save_now:
+                state = {"task": task.number, "step": step + 1, "best": self.best, "cost": self.cost}
+                state |= {"nets": trained_state(learner.nets), "method": method.state_dict()}
+                state["optimisers"] = {name: optimiser.state_dict() for name, optimiser in optimisers.items()}
+                save_state(self.folder, state)
+            if score_now or save_now:
+                clock = self.csv.clock = time.perf_counter()
+        bar.close()
+
+    def batch(self, step):
+        """uint8 images (batch_size, 3, H, W) and labels (batch_size,) of a step, the same for every method."""
+        data, args = self.learner.data, self.args
+        pick = batch_positions(len(self.indices), step, args.batch_size, args.seed, self.task.number)
+        images = data.images[self.indices[pick]] if self.resident is None else self.resident[pick]
+        return images, data.labels[self.indices[pick]]
+
+    @contextlib.contextmanager
+    def clocked(self, part):
+        """Counts the seconds of a part of the step in cost.json."""
+        start = time.perf_counter()
+        yield
+        self.cost[part] += time.perf_counter() - start
+
+    def log(self, step, lr, record):
+        """record: {column of log.csv: 0-d tensor or number}."""
+        self.lr = lr
+        self.csv.add(step, record)
+
+    def losses(self):
+        return {name: value for name, value in self.row.items() if name.startswith("loss")}
+
+    def keep(self):
+        """Goes back to the best weights, if --select best chose any, ends the task there, and writes its folder."""
+        task, names = self.task, self.learner.data.names(self.task.classes)
+        if self.best:
+            load_trained(self.learner.nets, self.best["nets"])
+            self.method.load_state_dict(self.best["method"])
+        keep_task(self.folder, self.method, self.tasks, task, self.best, self.length, self.cost, self.trained)
+        losses = ", ".join(f"{name} {value}" for name, value in self.losses().items())
+        print(
+            f"{self.args.method} task {task.number}/{len(self.tasks)} ({names}): {losses}, {self.length} steps in "
+            f"{self.cost['train']:.0f} s",
+            flush=True,
+        )
 
 
 # ---------------------------------------------------------------------------------------------------- log

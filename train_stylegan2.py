@@ -56,11 +56,7 @@ if __name__ == "__main__":  # a finished run is recognised before PyTorch is loa
 import contextlib  # noqa: E402
 import copy  # noqa: E402
 import json  # noqa: E402
-import math  # noqa: E402
-import time  # noqa: E402
-from typing import NamedTuple  # noqa: E402
 
-import numpy as np  # noqa: E402
 import torch  # noqa: E402
 from safetensors.torch import save_file  # noqa: E402
 from torch import nn  # noqa: E402
@@ -362,15 +358,6 @@ def shape_of(args):
 # ---------------------------------------------------------------------------------------------- the learner
 
 
-class Phase(NamedTuple):
-    """One update within a step."""
-
-    name: str
-    nets: tuple  # names of the networks that it trains
-    main: bool = True  # penalties and projections belong to main phases alone
-    generator: bool = False  # distillation belongs to the phase that trains what makes the images
-
-
 @contextlib.contextmanager
 def fixed(net):
     """What is computed here gives the weights of `net` no gradient."""
@@ -387,6 +374,8 @@ def fixed(net):
 class StyleGAN2:
     """The learner: all that a method may touch. Images in model range are float32, about [-1, 1]."""
 
+    draws_an_image = 1  # importance looks at each image once
+
     def __init__(self, args, data, device):
         self.args, self.data, self.device = args, data, device
         self.sample_batch = common.images_at_once(device, args.size)  # in `sample`; no image depends on it
@@ -394,6 +383,7 @@ class StyleGAN2:
         self.G, self.D = (net.to(device, memory_format=torch.channels_last) for net in self.initial(args.seed))
         if torch.device(device).type == "cuda":
             torch.set_float32_matmul_precision("high")  # TF32
+        self.sizes = common.Sizes(*[sum(p.numel() for net in self.nets.values() for p in net.parameters())] * 3)
         if args.compile:
             self.G.compile()  # in place: the names of the parameters stay
             self.D.compile()
@@ -404,8 +394,8 @@ class StyleGAN2:
 
     def phases(self, step):
         """What a step trains, in order."""
-        lazy = [Phase("R1", ("D",), main=False)] if step % R1_EVERY == 0 else []
-        return [Phase("G", ("G",), generator=True), Phase("D", ("D",)), *lazy]
+        lazy = [common.Phase("R1", ("D",), main=False, generator=False)] if step % R1_EVERY == 0 else []
+        return [common.Phase("G", ("G",)), common.Phase("D", ("D",), generator=False), *lazy]
 
     def params(self, phase):
         """{"G.…": Parameter}: what this phase trains."""
@@ -542,86 +532,34 @@ def build_optimisers(learner, lr):
     }
 
 
-def states(modules):
-    return {name: module.state_dict() for name, module in modules.items()}
-
-
-def load_states(modules, states):
-    for name, module in modules.items():
-        module.load_state_dict(states[name])
-
-
 def train(args):
-    script, run = __file__, runfolder.run_folder(args, "stylegan2")
     device = common.pick_device(args.device)
     scene = streams.scenario(args.dataset)
     data = streams.load_data(scene, args.size, args.data, read=not args.dry_run)
     tasks = streams.split(data, scene.order(args.order), args.tasks)
-    Method = runfolder.method_class(args.method)
-
     if args.dry_run:
         with torch.device("meta"):
             sizes = [sum(p.numel() for p in net.parameters()) for net in build_networks(**shape_of(args))]
-        runfolder.print_plan(args, run, data, tasks, dict(zip(("G", "D"), sizes, strict=True)))
-        return
+        return runfolder.print_plan(args, "stylegan2", data, tasks, dict(zip(("G", "D"), sizes, strict=True)))
 
-    judging = fid.extractor_kind(args.dataset) if args.select == "best" else None
-    if judging == "inception":
-        fid.inception_weights(args.inception_weights)  # ends here if they are missing
+    judge = fid.Selection(args, data, device) if args.select == "best" else None
     learner = StyleGAN2(args, data, device)
-    method = Method(args, learner)
-    parameters = sum(p.numel() for net in learner.nets.values() for p in net.parameters())
-    judge = fid.extractor(judging, data, args.data, device, args.inception_weights) if judging else None
-    config = runfolder.describe(args, script, data, tasks, device)
-    config |= {"backbone": "stylegan2", "isolated": method.isolated, "parameters": parameters}
-    config |= {"judge": judge and judge.name}
+    method = runfolder.method_class(args.method)(args, learner)
 
-    with common.locked(run):
-        runfolder.write_or_check_config(run, config, args, script)
-        done = runfolder.finished_tasks(run, len(tasks))
-        if done:
-            method.load(run, done, done)
-            method.load_state_dict(common.load_tensors(run / f"task{done}" / "method.pt"))
-
-        for task in tasks[done:]:
-            # ---- set up the task
-            past = tasks[: task.number - 1]
+    with runfolder.Run(__file__, "stylegan2", method, tasks, judge) as run:
+        for task, past in run.tasks_left():
             method.start_task(task, past)
             indices = method.training_data(task, past)
-            own_steps = args.steps or math.ceil(args.epochs * len(task.indices) / args.batch_size)
-            steps = round(own_steps * len(indices) / len(task.indices))  # Non-CL: as the pool grows
             optimisers = build_optimisers(learner, args.lr)
-            if judge:
-                val_labels = common.proportional_labels(data.labels[indices], args.val_samples)
-                val_seeds = common.sampling_seeds((args.seed, task.number, "selection"), args.val_samples)
-                classes = np.unique(data.labels[indices])
-                reference = fid.with_root(fid.statistics(fid.reference_features(judge, data, classes, args.data)))
-            start, best = 0, None
-            cost = {"train": 0.0, "replay": 0.0, "importance": 0.0, "selection": 0.0}
-            state = runfolder.resume_state(run, task.number)
-            if state:
-                start, best, cost = state["step"], state["best"], state["cost"]
-                load_states(learner.nets, state["nets"])
-                load_states(optimisers, state["optimisers"])
-                method.load_state_dict(state["method"])
-                print(f"task {task.number}: goes on from step {start} of {steps}")
-            log = runfolder.Log(run / "log.csv", task.number, start)
-            bar = common.progress(steps * args.batch_size, f"{args.method} task {task.number}/{len(tasks)}")
-            bar.update(start * args.batch_size)
-            resident = common.on_gpu(data.images, indices, device)
-            clock, seen = time.perf_counter(), 0
 
-            # ---- train
-            for step in range(start, steps):
+            for step in run.steps(task, indices, optimisers):
                 key = (args.seed, task.number, step)
                 for net in learner.nets.values():
                     net.train()
-                pick = common.batch_positions(len(indices), step, args.batch_size, args.seed, task.number)
-                images = data.images[indices[pick]] if resident is None else resident[pick]
-                batch = learner.draw(images, data.labels[indices[pick]], key)
-                mixing = time.perf_counter()
-                batch = method.mix(batch, key)
-                cost["replay"] += time.perf_counter() - mixing
+                images, labels = run.batch(step)
+                batch = learner.draw(images, labels, key)
+                with run.clocked("replay"):
+                    batch = method.mix(batch, key)
                 record = {}
                 for phase in learner.phases(step):
                     (net,) = phase.nets
@@ -637,49 +575,8 @@ def train(args):
                     if phase.main:
                         columns = {"penalty": penalty} | columns
                         record |= {f"{name}_{phase.name}": value for name, value in columns.items()}
-                log.add(step, record)
-                bar.update(args.batch_size)
-                seen += args.batch_size
-
-                # ---- log, select, save
-                last = step + 1 == steps
-                score_now = judge and ((step + 1) % args.eval_every == 0 or last)
-                save_now = (step + 1) % args.save_every == 0 and not last
-                if (step + 1) % runfolder.LOG_EVERY == 0 or last or score_now or save_now:
-                    cost["train"] += time.perf_counter() - clock
-                    clock = time.perf_counter()
-                    row = log.flush(seen, args.lr, cost["train"])
-                    seen = 0
-                    bar.set_postfix(G=row["loss_G"], D=row["loss_D"], refresh=False)
-                if score_now:
-                    features = judge.features(learner.sample(val_labels, val_seeds))
-                    score = fid.frechet_distance(fid.statistics(features), reference)
-                    if best is None or score < best["score"]:
-                        best = {"score": score, "step": step + 1, "method": method.state_dict()}
-                        best["nets"] = copy.deepcopy(states(learner.nets))
-                    cost["selection"] += time.perf_counter() - clock
-                if save_now:
-                    state = {"task": task.number, "step": step + 1, "best": best, "cost": cost}
-                    state |= {"nets": states(learner.nets), "optimisers": states(optimisers)}
-                    state["method"] = method.state_dict()
-                    runfolder.save_state(run, state)
-                if score_now or save_now:
-                    clock = time.perf_counter()
-                    log.clock = clock
-
-            # ---- keep the task
-            bar.close()
-            if best:
-                load_states(learner.nets, best["nets"])
-                method.load_state_dict(best["method"])
-            runfolder.keep_task(run, method, tasks, task, best, steps, cost, parameters, parameters)
-            print(
-                f"{args.method} task {task.number}/{len(tasks)} ({data.names(task.classes)}): loss of G "
-                f"{row['loss_G']}, of D {row['loss_D']}, {steps} steps in {cost['train']:.0f} s",
-                flush=True,
-            )
-        runfolder.finish(run)
-    print(f"{run} is finished")
+                run.log(step, args.lr, record)
+            run.keep()
 
 
 if __name__ == "__main__":

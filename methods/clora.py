@@ -91,8 +91,8 @@ class CLoRA(NCL):
         for name, table in self.class_tables().items():
             table.data[rows["classes"]] = rows[name].to(table.device)
 
-    def stored(self, parameters, task):
+    def stored(self, sizes, task):
         if self.adapted is None:
-            return parameters
+            return sizes.model
         adapter = sum(p.numel() for name, p in self.adapted.named_parameters() if "lora_" in name)
-        return parameters + (task - 1) * adapter
+        return sizes.model + (task - 1) * adapter

@@ -15,8 +15,8 @@ class Ensemble(NCL):
     def start_task(self, task, past):
         self.learner.fresh(self.args.seed)
 
-    def stored(self, parameters, task):
-        return task * parameters
+    def stored(self, sizes, task):
+        return task * sizes.model
 
     def load(self, run, trained_to, task):
         self.learner.load(run / f"task{task}")

@@ -12,7 +12,7 @@ memory is smaller still, an image is drawn again only after all the others. The 
 the whole task again at every new best checkpoint, and replays only behind a second flag.
 """
 
-from common import Reservoir, append
+from methods._shared import Reservoir, append
 from methods.ncl import NCL
 
 
@@ -28,8 +28,8 @@ class ER(NCL):
     def end_task(self, task):
         self.memory.add(task.indices, (self.args.seed, task.number, "reservoir"))
 
-    def stored(self, parameters, task):
-        return parameters + self.memory.images.size
+    def stored(self, sizes, task):
+        return sizes.model + self.memory.images.size
 
     def state_dict(self):
         return self.memory.state_dict()

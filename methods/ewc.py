@@ -19,7 +19,8 @@ Other than the released code of the benchmark: F is the mean of the squared grad
 of a batch's mean gradient; it is measured once, when the task ends; and the ½ is there.
 """
 
-from common import importance, non_negative, parameters, quadratic_penalty, whole, with_prefix, without_prefix
+from common import non_negative, whole
+from methods._shared import importance, parameters, quadratic_penalty, with_prefix, without_prefix
 from methods.ncl import NCL
 
 
@@ -57,5 +58,5 @@ class EWC(NCL):
     def load_state_dict(self, state):
         self.fisher = without_prefix("fisher", state, self.learner.device)
 
-    def stored(self, parameters, task):
-        return 3 * parameters
+    def stored(self, sizes, task):
+        return sizes.model + 2 * sizes.trained

@@ -14,7 +14,8 @@ copy is in eval mode (in the released code of the benchmark its dropout is on).
 
 import numpy as np
 
-from common import append, numpy_rng, sampling_seeds
+from common import numpy_rng, sampling_seeds
+from methods._shared import append
 from methods.ncl import NCL
 
 
@@ -32,5 +33,5 @@ class GR(NCL):
         images = self.teacher.sample(labels.tolist(), sampling_seeds((*key, "generated"), count))
         return append(batch, self.learner.draw(images, labels, (*key, "replay")))
 
-    def stored(self, parameters, task):
-        return 2 * parameters
+    def stored(self, sizes, task):
+        return sizes.model + sizes.copy

@@ -47,5 +47,5 @@ class KD(NCL):
             batch["out"] = self.learner.outputs(phase, batch)
         return self.args.kd_weight * (batch["out"] - self.teacher.outputs(phase, batch)).square().mean()
 
-    def stored(self, parameters, task):
-        return 2 * parameters
+    def stored(self, sizes, task):
+        return sizes.model + sizes.copy

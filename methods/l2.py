@@ -12,7 +12,8 @@ pulls hardest at the smallest tensors. In the class tables only the rows of past
 hold nothing worth keeping. The gradient is added in closed form.
 """
 
-from common import non_negative, parameters, quadratic_penalty
+from common import non_negative
+from methods._shared import parameters, quadratic_penalty
 from methods.ncl import NCL
 
 
@@ -40,5 +41,5 @@ class L2(NCL):
             params = self.learner.params(phase)
             return {"penalty": quadratic_penalty(params, self.anchor, self.importance, self.args.l2_weight)}
 
-    def stored(self, parameters, task):
-        return 2 * parameters
+    def stored(self, sizes, task):
+        return sizes.model + sizes.trained

@@ -15,7 +15,8 @@ the benchmark: the gradient is that of the whole output and of single images, it
 mean, and the penalty has no ½.
 """
 
-from common import importance, non_negative, parameters, quadratic_penalty, whole, with_prefix, without_prefix
+from common import non_negative, whole
+from methods._shared import importance, parameters, quadratic_penalty, with_prefix, without_prefix
 from methods.ncl import NCL
 
 
@@ -54,5 +55,5 @@ class MAS(NCL):
     def load_state_dict(self, state):
         self.omega = without_prefix("omega", state, self.learner.device)
 
-    def stored(self, parameters, task):
-        return 3 * parameters
+    def stored(self, sizes, task):
+        return sizes.model + 2 * sizes.trained

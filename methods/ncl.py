@@ -68,12 +68,12 @@ class NCL:
     def load_state_dict(self, state):
         pass
 
-    def stored(self, parameters, task):
-        """Numbers held while a task after `task` is learnt, by a network of so many parameters.
+    def stored(self, sizes, task):
+        """Numbers held while a task after `task` is learnt, by a model of these common.Sizes.
 
-        Counted as in CLoG, table 12: weights and their copies, importance, images; no optimiser, no labels.
+        Counted as in CLoG, tables 12 and 13: weights and their copies, importance, images; no optimiser, no labels.
         """
-        return parameters
+        return sizes.model
 
     def save(self, folder):
         self.learner.save(folder)

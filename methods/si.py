@@ -14,7 +14,8 @@ the optimiser does in the end. The released code of the benchmark integrates the
 and has no ReLU. With `--select best`, ω is that of the step whose weights are kept.
 """
 
-from common import non_negative, parameters, positive, quadratic_penalty, with_prefix, without_prefix
+from common import non_negative, positive
+from methods._shared import parameters, quadratic_penalty, with_prefix, without_prefix
 from methods.ncl import NCL
 
 
@@ -64,5 +65,5 @@ class SI(NCL):
         self.omega = without_prefix("omega", state, self.learner.device)
         self.path = without_prefix("path", state, self.learner.device)
 
-    def stored(self, parameters, task):
-        return 3 * parameters
+    def stored(self, sizes, task):
+        return sizes.model + 2 * sizes.trained

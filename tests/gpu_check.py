@@ -129,7 +129,7 @@ def peak(device, other=0):
 
 
 def equality(options, preset):
-    phase, device, losses, gradients, samples = train_ddim.Phase("main", ("unet",)), options.device, [], [], []
+    phase, device, losses, gradients, samples = common.Phase("main", ("unet",)), options.device, [], [], []
     learners = [prepared(argparse.Namespace(device=d, images=1), preset, "ncl")[0].learner for d in ("cpu", device)]
     batch = learners[0].draw(learners[0].data.images[:4], learners[0].data.labels[:4], (0,))  # a GPU's noise is another
     tf32 = torch.backends.cudnn.allow_tf32

@@ -10,6 +10,7 @@ from PIL import Image
 import common
 import runfolder
 import streams
+from methods import _shared
 
 
 def toy_data(n, classes=2):
@@ -102,10 +103,10 @@ def test_a_task_needs_two_pictures():
 def test_reservoir_keeps_each_image_with_equal_probability():
     data, kept = toy_data(20), np.zeros(20)
     for trial in range(2000):
-        memory = common.Reservoir(5, data)
+        memory = _shared.Reservoir(5, data)
         memory.add(np.arange(3), (trial, "a"))
         memory.add(np.arange(3, 12), (trial, "b"))  # fills in the middle
-        resumed = common.Reservoir(5, data)
+        resumed = _shared.Reservoir(5, data)
         resumed.load_state_dict(memory.state_dict())
         resumed.add(np.arange(12, 20), (trial, "c"))
         assert resumed.seen == 20 and len(resumed.labels) == 5
@@ -115,7 +116,7 @@ def test_reservoir_keeps_each_image_with_equal_probability():
 
 def test_reservoir_labels_travel_and_room_is_used():
     data = toy_data(9, classes=3)
-    memory = common.Reservoir(20, data)
+    memory = _shared.Reservoir(20, data)
     memory.add(np.array([8, 1, 3]), (0,))
     assert memory.images[:, 0, 0, 0].tolist() == [8, 1, 3] and memory.labels.tolist() == [2, 1, 0]
     memory.add(np.array([4, 5]), (1,))
@@ -128,7 +129,7 @@ def test_reservoir_labels_travel_and_room_is_used():
 
 @pytest.mark.parametrize("size", [0, 4])
 def test_empty_memory_draws_nothing(size):
-    memory = common.Reservoir(size, toy_data(4))
+    memory = _shared.Reservoir(size, toy_data(4))
     if size == 0:
         memory.add(np.arange(4), (0,))
     images, labels = memory.draw(8, (1,))

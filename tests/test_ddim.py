@@ -209,11 +209,11 @@ def test_scoring_between_steps_changes_nothing(train, monkeypatch):
     """The weights after the last step are the same with and without selection."""
     last = weights(train("a"), 1)
     seen = []
-    load = train_ddim.load_states
+    load = runfolder.load_trained
     monkeypatch.setattr(
-        train_ddim,
-        "load_states",
-        lambda modules, states: seen.append(copy.deepcopy(train_ddim.states(modules))) or load(modules, states),
+        runfolder,
+        "load_trained",
+        lambda modules, states: seen.append(copy.deepcopy(runfolder.trained_state(modules))) or load(modules, states),
     )
     train("a", "--select", "best")
     assert same(last, seen[0]["unet"])
@@ -250,7 +250,7 @@ def test_a_run_folder_says_what_made_it(train):
     config = common.read_json(run / "config.json")
     assert config["flags"]["replay_size"] == 4 and config["isolated"] is False and config["threads"] >= 1
     assert set(config["code"]) == {"train_ddim.py", "common.py", "fid.py", "readers.py", "runfolder.py", "streams.py",
-                                   "methods/er.py", "methods/ncl.py"}  # fmt: skip
+                                   "methods/er.py", "methods/ncl.py", "methods/_shared.py"}  # fmt: skip
     assert config["tasks"] == [[0, 1], [2, 3]] and config["scheduler"]["num_train_timesteps"] == 1000
     assert (run / "task2" / "samples.png").exists() and not (run / "resume").exists()
     cost = common.read_json(run / "task2" / "cost.json")

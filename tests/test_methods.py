@@ -19,18 +19,20 @@ import common
 import runfolder
 import streams
 import train_ddim
+from methods import _shared
 
 METHODS = ["ncl", "noncl", "ensemble", "er", "gr", "kd", "l2", "ewc", "si", "mas", "agem", "clora"]
 PENALTIES = ["l2", "ewc", "si", "mas"]
 ARGS = dict(seed=1, batch_size=2, importance_samples=1000, memory_size=4, replay_size=2, si_damping=0.1,
             **{f"{m}_weight": 0.5 for m in (*PENALTIES, "kd")})  # fmt: skip
-MAIN, LAZY = train_ddim.Phase("main", ("net",)), train_ddim.Phase("lazy", ("net",), main=False)
+MAIN, LAZY = common.Phase("main", ("net",)), common.Phase("lazy", ("net",), main=False)
 
 
 class Toy:
     """Two weights in two tensors, and one without a gradient; the data are pairs (x, t) of vectors of length 2."""
 
     device = "cpu"
+    draws_an_image = 1
 
     def __init__(self, w, x, t):
         self.net = torch.nn.ParameterDict({"a": torch.tensor([float(w[0])]), "b": torch.tensor([float(w[1])])})
@@ -175,7 +177,7 @@ def test_quadratic_penalty_is_what_autograd_makes_of_it():
     task = {k: torch.randn(p.shape) for k, p in params.items() if k != "none"}
     for k, g in task.items():
         params[k].grad = g.clone()
-    value = common.quadratic_penalty(params, anchor, omega, 0.7)
+    value = _shared.quadratic_penalty(params, anchor, omega, 0.7)
     wanted = 0.7 * sum((omega[k] * (params[k] - anchor[k]) ** 2).sum() for k in task)
     assert torch.isclose(value, wanted)
     for k, g in zip(task, torch.autograd.grad(wanted, [params[k] for k in task]), strict=True):
@@ -541,7 +543,8 @@ def test_size_of_an_adapter(preset, classes, numbers):
         learner = argparse.Namespace(nets={"unet": net}, class_rows=lambda: {"unet.class_embedding.weight": 0})
         method = runfolder.method_class("clora")(args, learner)
         method.start_task(argparse.Namespace(number=2, classes=[2, 3]), [None])
-    assert method.stored(size, 1 + 1) == size + numbers and method.stored(size, 5) == size + 4 * numbers
+    sizes = common.Sizes(size, size, size)
+    assert method.stored(sizes, 1 + 1) == size + numbers and method.stored(sizes, 5) == size + 4 * numbers
 
 
 # --------------------------------------------------------------------------------------------- C-LoRA

@@ -22,6 +22,7 @@ import common
 import runfolder
 import streams
 import train_stylegan2
+from methods import _shared
 
 GAN_METHODS = [m for m in METHODS if m != "clora"]
 PENALTIES = ["l2", "ewc", "si", "mas"]
@@ -307,7 +308,7 @@ def test_importance_by_a_plain_loop(gan, name):
         else:
             total += torch.autograd.grad((real**2).sum(), learner.D.b4.fc.weight)[0].abs()
     assert torch.allclose(found[key], total / 5, rtol=1e-4, atol=1e-12)
-    assert found["G.synthesis.b8.conv0.weight"].any() and found.keys() == common.parameters(learner).keys()
+    assert found["G.synthesis.b8.conv0.weight"].any() and found.keys() == _shared.parameters(learner).keys()
     for table in learner.class_rows():
         assert found[table][:, :2].any() and not found[table][:, 2:].any()  # unseen classes are not held
 
@@ -316,7 +317,7 @@ def test_a_task_smaller_than_a_batch_is_repeated_for_the_statistic(learner, monk
     held, hold = [], learner.hold
     monkeypatch.setattr(learner, "hold", lambda indices, key=None: held.append(indices) or hold(indices, key))
     few = np.flatnonzero(learner.data.labels == 0)[:3]
-    common.importance(learner, streams.Task(1, [0], few), 2, 1, learner.nll, lambda total, gradient: None)
+    _shared.importance(learner, streams.Task(1, [0], few), 2, 1, learner.nll, lambda total, gradient: None)
     assert len(held[0]) == 8 and set(held[0]) == set(few) and held[1] is None
 
 
@@ -324,7 +325,7 @@ def test_l2_leaves_unseen_classes_alone(gan):
     l2, learner = gan("l2")
     for table in learner.class_rows():
         assert l2.importance[table].tolist() == [[1, 1, 0, 0]]
-        assert l2.importance[table].expand_as(common.parameters(learner)[table]).shape[1] == 4
+        assert l2.importance[table].expand_as(_shared.parameters(learner)[table]).shape[1] == 4
 
 
 # ---------------------------------------------------------------------------- methods, phase by phase
@@ -502,7 +503,7 @@ def test_frozen_copy_fresh_save_and_load(learner, tmp_path):
     teacher = learner.frozen_copy()
     learner.save(tmp_path)
     with torch.no_grad():
-        for p in common.parameters(learner).values():
+        for p in _shared.parameters(learner).values():
             p.add_(1)
     assert same(start, now(teacher)) and not any(p.requires_grad for net in teacher.nets.values()
                                                  for p in net.parameters())  # fmt: skip
