@@ -412,6 +412,15 @@ def progress(total, description):
     return tqdm(total=total, desc=description, unit="img", unit_scale=True, disable=None, leave=False)
 
 
+def write_picture(path, image):
+    """One uint8 image (3, H, W) as PNG, atomically."""
+    from PIL import Image
+
+    png = io.BytesIO()
+    Image.fromarray(np.asarray(image).transpose(1, 2, 0)).save(png, "PNG")
+    write_file(path, png.getvalue())
+
+
 def picture_grid(rows):
     """uint8 image rows [(n, 3, H, W), …] → one PIL image, small ones enlarged without smoothing."""
     from PIL import Image

@@ -396,3 +396,11 @@ DATASETS = {
                 read=cub),
     "cars": dict(classes=196, tasks=14, preset="L", orders="cars", images=8_144, folder="stanford_cars", read=cars),
 }  # fmt: skip
+
+# Concepts, for train_concepts.py: a few pictures each. toys and more_toys are those of tiny_world.py; objects is the
+# paper's, one folder of pictures a concept, in <data>/objects/.
+CONCEPTS = {
+    "toys": dict(classes=5, tasks=5, preset="concepts", orders="objects"),
+    "more_toys": dict(classes=5, tasks=5, preset="concepts", orders="objects"),
+    "objects": dict(classes=5, tasks=5, preset="concepts", orders="objects"),
+}

@@ -53,15 +53,18 @@ LOG_EVERY = 10  # steps between two rows of log.csv; a row averages over them, s
 UNHASHED = ("out", "data", "device", "inception_weights", "save_every", "dry_run", "order", "seed")
 
 
-def training_parser(description):
-    """The flags that every training script has; where a default is the preset's, it is None here."""
+def training_parser(description, dataset, names):
+    """The flags that every training script has; where a default is the preset's, it is None here.
+
+    dataset: default of --dataset; names: those that it takes beside a folder.
+    """
     p = Parser(description=description)
     add = p.add_argument
     add(
         "--dataset",
-        default="digits",
-        help="NAME, NAME:FIRST-LAST (those classes only), or a folder with one "
-        f"sub-folder of pictures a class; names: {', '.join(DATASETS)} (default: digits)",
+        default=dataset,
+        help="NAME, NAME:FIRST-LAST (those classes only), or a folder with one sub-folder of pictures a class; names: "
+        f"{', '.join(names)} (default: {dataset})",
     )
     add("--method", default="ncl", help="a file of methods/ (default: ncl)")
     add("--order", type=whole(1, 5), default=1, help="class order, 1-5; 1 is that of the data set (default: 1)")
@@ -79,7 +82,6 @@ def training_parser(description):
         type=whole(1),
         help="training steps a task; noncl: times images so far / images of the task (default: the preset's)",
     )
-    length.add_argument("--epochs", type=whole(1), help="passes over the task's images (default: the preset's)")
     add("--batch_size", type=whole(1), help="images of the current task a step (default: the preset's)")
     add("--lr", type=positive, help="learning rate; ddim: at its peak (default: the preset's)")
     add("--device", default="auto", help="cpu, cuda or cuda:N (default: cuda if there is one)")
@@ -96,6 +98,18 @@ def training_parser(description):
     )
     add("--out", default="runs", help="folder of the run folders (default: runs)")
     add("--data", default="data", help="folder of data sets and caches (default: data)")
+    add("--memory_size", type=whole(0), help="images of past tasks that replay may keep (default: the preset's)")
+    add("--replay_size", type=whole(0), help="replayed images a step (default: the preset's)")
+    add("--save_every", type=whole(1), default=500, help="steps between two saves inside a task (default: 500)")
+    add("--dry_run", action="store_true", help="print configuration, tasks and parameter count; write nothing")
+    return p, length
+
+
+def label_parser(description):
+    """The flags of the label-conditioned scripts."""
+    p, length = training_parser(description, "digits", DATASETS)
+    add = p.add_argument
+    length.add_argument("--epochs", type=whole(1), help="passes over the task's images (default: the preset's)")
     add(
         "--select",
         choices=("best", "last"),
@@ -108,10 +122,6 @@ def training_parser(description):
     )
     add("--eval_every", type=whole(1), default=500, help="steps between two scores of --select best (default: 500)")
     add("--val_samples", type=whole(2), help="images sampled for such a score (default: the preset's)")
-    add("--memory_size", type=whole(0), help="images of past tasks that replay may keep (default: the preset's)")
-    add("--replay_size", type=whole(0), help="replayed images a step (default: the preset's)")
-    add("--save_every", type=whole(1), default=500, help="steps between two saves inside a task (default: 500)")
-    add("--dry_run", action="store_true", help="print configuration, tasks and parameter count; write nothing")
     return p
 
 
@@ -141,7 +151,7 @@ def resolve(parser, argv, presets):
         asked = f"--preset {args.preset}" if args.preset != scene.preset else f"{args.preset}, that of {args.dataset},"
         fail(f"{asked} is no preset of {parser.prog}: choose --preset from {', '.join(presets)}")
     preset = dict(presets[args.preset])
-    if args.steps or args.epochs:
+    if args.steps or getattr(args, "epochs", None):
         preset.update(steps=None, epochs=None)
     for flag, value in preset.items():
         if getattr(args, flag, None) is None:
@@ -175,7 +185,15 @@ def run_folder(args, backbone):
 def code_hashes(script, method):
     """{file: short hash} of all code that a run's result can depend on."""
     modules = [c.__module__ for c in method_class(method).__mro__ if c.__module__.startswith("methods.")]
-    files = [Path(script).name, "common.py", "fid.py", "readers.py", "runfolder.py", "streams.py"]
+    files = [
+        Path(script).name,
+        *(["concepts.py"] if Path(script).name == "train_concepts.py" else []),
+        "common.py",
+        "fid.py",
+        "readers.py",
+        "runfolder.py",
+        "streams.py",
+    ]
     files += [module.replace(".", "/") + ".py" for module in [*modules, "methods._shared"]]
     return {f: hashlib.sha256((ROOT / f).read_bytes()).hexdigest()[:12] for f in files}
 

@@ -26,10 +26,11 @@ import numpy as np
 from tqdm import tqdm
 
 from common import ROOT, cpu_count, fail, hash32, locked, new_folder
-from readers import DATASETS, Source, frozen_names
+from readers import CONCEPTS, DATASETS, Source, frozen_names
 
 PICTURES = {".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp"}
 RULE = "squash, reducing_gap 1, bicubic"  # part of the name of what is prepared: a change of `resized` changes it
+TOYS = ("toys", "more_toys")  # the concepts of tiny_world.py
 CHUNK = 64  # pictures that a process prepares at a time
 FEW = 512  # pictures up to which further processes are not worth starting
 
@@ -98,16 +99,17 @@ def scenario(text):
         fail("--dataset is empty: name a data set or a folder")
     match = None if Path(text).is_dir() else re.fullmatch(r"(.+):(\d+)-(\d+)", text)
     name = match[1] if match else text
-    if name in DATASETS:
-        known, dataset, folder, short = DATASETS[name], name, None, name
+    published = DATASETS | CONCEPTS
+    if name in published:
+        known, dataset, folder, short = published[name], name, None, name
     else:
         dataset, folder = None, Path(os.path.expanduser(name))  # that of Path raises if there is no such user
         if not folder.is_dir():
-            fail(f"unknown data set '{name}': neither a folder nor one of {', '.join(DATASETS)}")
+            fail(f"unknown data set '{name}': neither a folder nor one of {', '.join(published)}")
         folder = folder.resolve()
         known = dict(classes=len(class_folders(folder)), tasks=5, preset=None, orders=None)
         short = re.sub(r"[^\w.-]", "_", folder.name) or "pictures"
-        if short in DATASETS:  # a folder called like a data set must not share its column in the tables
+        if short in published:  # a folder called like a data set must not share its column in the tables
             short += "_folder"
     first, last = (int(match[2]), int(match[3])) if match else (0, known["classes"] - 1)
     if not first <= last < known["classes"]:
@@ -213,9 +215,12 @@ def load_data(scenario, size, cache, read=True, split="train"):
         fail(f"{scenario.name} has no test split here ({tests} have): use --reference train")
     if scenario.folder:
         images, labels, names, digest = load_folder(scenario.folder, size, cache, read)
-    elif scenario.dataset == "digits":
-        images, labels, names = load_digits(size)
+    elif scenario.dataset == "digits" or scenario.dataset in TOYS:
+        images, labels, names = load_digits(size) if scenario.dataset == "digits" else load_toys(scenario.dataset, size)
         digest = hashlib.sha256(images.tobytes() + labels.tobytes()).hexdigest()[:12]
+    elif scenario.dataset == "objects":
+        known = json.loads((ROOT / "reference" / "concepts.json").read_text())
+        images, labels, names, digest = load_folder(Path(cache) / "objects", size, cache, read, [*known])
     else:
         images, labels, names, digest = load_published(scenario.dataset, size, cache, read, split)
     if scenario.classes < scenario.total:
@@ -237,9 +242,23 @@ def load_digits(size):
     return squash(images[:, None], size), digits.target.astype(np.int64), [str(c) for c in range(10)]
 
 
-def load_folder(folder, size, cache, read):
-    """A user's pictures, one sub-folder a class."""
+def load_toys(name, size):
+    """The concepts of the small world that needs no download, 32 × 32."""
+    import tiny_world
+
+    images, labels, names, _ = tiny_world.concept_pictures(name)
+    return squash(images, size), labels, names
+
+
+def load_folder(folder, size, cache, read, names=None):
+    """A user's pictures, one sub-folder a class; `names`: those sub-folders, in this order, instead of all by name."""
+    if names and (missing := [name for name in names if not (folder / name).is_dir()]):
+        fail(
+            f"{folder / missing[0]} is missing: a folder of pictures each is wanted in {folder} for {', '.join(names)}"
+        )
     classes = class_folders(folder)
+    if names:
+        classes = [(name, dict(classes)[name]) for name in names]
     pictures = [path for _, paths in classes for path in paths]
     labels = np.repeat(np.arange(len(classes)), [len(paths) for _, paths in classes]).astype(np.int64)
     names = [name for name, _ in classes]
@@ -408,13 +427,13 @@ def follow_parent():
 # -------------------------------------------------------------------------------------------------- tasks
 
 
-def split(data, order, tasks):
-    """The stream: task t gets the classes order[t*n:(t+1)*n] and an index array of their images."""
+def split(data, order, tasks, least=2):
+    """The stream: task t gets the classes order[t*n:(t+1)*n] and an index array of their images, `least` at least."""
     per_task = len(order) // tasks
     groups = [order[t * per_task : (t + 1) * per_task] for t in range(tasks)]
     stream = [Task(t, group, np.flatnonzero(np.isin(data.labels, group))) for t, group in enumerate(groups, 1)]
     for task in stream:
-        if len(task.indices) < 2:
+        if len(task.indices) < least:
             names = ", ".join(data.classes[c] for c in task.classes)
-            fail(f"task {task.number} ({names}) has {len(task.indices)} picture; a score needs at least 2")
+            fail(f"task {task.number} ({names}) has {len(task.indices)} picture; a score needs at least {least}")
     return stream

@@ -29,7 +29,7 @@ PRESETS = {
 
 
 def parse_args(argv=None):
-    parser = runfolder.training_parser(__doc__)
+    parser = runfolder.label_parser(__doc__)
     parser.add_argument("--ddim_steps", type=common.divisor(1000), help="denoising steps of the sampler, a "
                         "divisor of 1000 (default: 20 for tiny, else 50)")  # fmt: skip
     return runfolder.resolve(parser, argv, PRESETS)
@@ -47,6 +47,7 @@ import math  # noqa: E402
 
 import torch  # noqa: E402
 from diffusers import DDIMScheduler, UNet2DModel  # noqa: E402
+from safetensors.torch import load_file  # noqa: E402
 
 import fid  # noqa: E402
 
@@ -71,6 +72,7 @@ def build_unet(args):
 class DDIM:
     """The learner: all that a method may touch. Images in model range are float32 in [-1, 1]."""
 
+    pretrained = False  # C-LoRA trains the whole network in the first task
     draws_an_image = 1  # importance looks at each image once
 
     def __init__(self, args, data, device):
@@ -187,6 +189,19 @@ class DDIM:
 
     def load(self, folder):
         common.load_weights(self.unet, folder / "unet" / "diffusion_pytorch_model.safetensors")
+
+    def adapts(self, merge):
+        """{network: names of the layers that C-LoRA's adapter goes to}, and its rank by default."""
+        return {"unet": ["to_q", "to_k", "to_v", "to_out.0", "conv1", "conv2"]}, 8
+
+    def save_adapters(self, folder, adapted):
+        """peft's own format: on the unet of task1/, PeftModel.from_pretrained(unet, folder / "adapter") reads it."""
+        adapted["unet"].save_pretrained(folder / "adapter")
+        (folder / "adapter" / "README.md").unlink(missing_ok=True)  # a form to fill in
+
+    def adapter_states(self, folder):
+        """{network: {name: tensor}} of what `save_adapters` wrote."""
+        return {"unet": load_file(folder / "adapter" / "adapter_model.safetensors")}
 
 
 Learner = DDIM  # the name by which eval_metrics.py finds it

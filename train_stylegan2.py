@@ -34,7 +34,7 @@ R1_EVERY = 16  # steps between two R1 phases
 
 
 def parse_args(argv=None):
-    parser = runfolder.training_parser(__doc__)
+    parser = runfolder.label_parser(__doc__)
     parser.add_argument("--r1_gamma", type=common.non_negative, help="weight γ of the R1 penalty (default: the "
                         "preset's)")  # fmt: skip
     parser.add_argument("--mbstd_group", type=common.whole(1), help="images a group of the minibatch standard "

@@ -1,0 +1,205 @@
+"""Concepts: what is learnt from a few pictures, the words it is called by, and the text-to-image model it is taught to.
+
+A concept is a folder of pictures, the plain noun of its kind (its category, "dog") and a word of its own. DreamBooth
+calls it by a rare word that the model knows and hardly uses ("photo of a sks dog"), Custom Diffusion by a new word
+("photo of a <new1> dog"). Words belong to concepts, not to places in the stream: every class order has the same.
+
+Ruiz et al., DreamBooth: Fine Tuning Text-to-Image Diffusion Models for Subject-Driven Generation, 2023
+(arXiv:2208.12242); Kumari et al., Multi-Concept Customization of Text-to-Image Diffusion, 2023 (arXiv:2212.04488);
+CLoG, appendix C.4.
+
+From top to bottom: concepts · words · the model's folder · class images.
+"""
+
+import hashlib
+import json
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+import common
+import streams
+from common import ROOT, fail
+
+V1_4 = "CompVis/stable-diffusion-v1-4"  # the paper's model
+RARE_WORDS = ("sks", "phol", "oxi", "mth", "nigh")  # CLoG, appendix C.4
+STARTS = ("ktn", "pll", "ucd", "mth", "nigh")  # of new words
+PARTS = {"unet": "UNet2DConditionModel", "text_encoder": "CLIPTextModel", "vae": "AutoencoderKL",
+         "tokenizer": "CLIPTokenizer"}  # fmt: skip
+
+
+class Concept(NamedTuple):
+    name: str  # of its folder
+    category: str  # the plain noun of its kind
+    prompts: str  # its list in reference/prompts.json: object, live or tiny
+    word: str  # rare (DreamBooth) or new (Custom Diffusion)
+    start: str  # the word that a new one starts as
+
+    @property
+    def noun(self):
+        return f"{self.word} {self.category}"
+
+
+def concepts(scene, names, base, cache):
+    """[Concept] in the order of the ids of a scenario whose classes have these names.
+
+    Categories and lists of prompts stand in concepts.json beside the concept folders, {folder: {"category": …,
+    "prompts": "object" or "live", "word": …}}; what is left out is the folder's name and "object".
+    """
+    if scene.dataset in streams.TOYS:
+        import tiny_world
+
+        facts = {name: {"category": c, "prompts": "tiny"} for name, c in tiny_world.CONCEPTS[scene.dataset].items()}
+    else:
+        own = (scene.folder or Path(cache) / "objects") / "concepts.json"
+        path = own if own.is_file() else ROOT / "reference" / "concepts.json"
+        facts = common.read_json(path)
+        if not isinstance(facts, dict) or not all(isinstance(about, dict) for about in facts.values()):
+            fail(f'{path} should read {{"folder": {{"category": "dog", "prompts": "live"}}, …}}')
+        if path == own and (unknown := facts.keys() - {*names}):
+            fail(f"{path} speaks of '{min(unknown)}', and there is no such concept folder beside it")
+    known = json.loads((ROOT / "reference" / "prompts.json").read_text())
+    found = []
+    for k, name in enumerate(names):
+        about = facts.get(name, {})
+        category, prompts = about.get("category", name.replace("_", " ").strip()), about.get("prompts", "object")
+        if prompts not in known:
+            fail(f"concept '{name}': there is no list '{prompts}' of prompts; choose from {', '.join(known)}")
+        if base == "custom_diffusion":
+            word, start = about.get("word", f"<new{k + 1}>"), STARTS[k % len(STARTS)]
+        elif "word" in about or k < len(RARE_WORDS):
+            word = start = about.get("word") or RARE_WORDS[k]
+        else:
+            fail(f"concept '{name}' is number {k + 1}, and there are {len(RARE_WORDS)} rare words: give it a \"word\" "
+                 "in concepts.json")  # fmt: skip
+        found.append(Concept(name, category, prompts, word, start))
+    words = [concept.word for concept in found]
+    if twice := {word for word in words if words.count(word) > 1}:
+        fail(f"two concepts have the word '{min(twice)}': give each its own")
+    return found
+
+
+# -------------------------------------------------------------------------------------------------- words
+
+
+def check_words(concepts, base, tokenizer):
+    """Ends the program over a word that would be taken for another without a word.
+
+    A rare word must be one token: a longer one falls apart, and its parts are other words. A new word must be new.
+    """
+    for concept in concepts:
+        ids = tokenizer(concept.word, add_special_tokens=False).input_ids
+        alone = len(ids) == 1 and ids[0] not in (tokenizer.eos_token_id, tokenizer.bos_token_id)
+        if base == "custom_diffusion" and alone:
+            fail(f"'{concept.word}', the new word of '{concept.name}', is a word that the model knows: choose another")
+        if base == "dreambooth" and not alone:
+            parts = " ".join(tokenizer.convert_ids_to_tokens(ids))
+            fail(f"'{concept.word}', the rare word of '{concept.name}', is no single token of the model but {parts}")
+
+
+def start_id(word, tokenizer):
+    """The token id of a start word. `ktn` is a token within words alone, so the piece goes before the word."""
+    vocabulary = tokenizer.get_vocab()
+    for token in (word, f"{word}</w>"):
+        if token in vocabulary:
+            return vocabulary[token]
+    return fail(f"the start word '{word}' is no single token of the model")
+
+
+# ------------------------------------------------------------------------------------- the model's folder
+
+
+def model_folder(name, cache):
+    """The folder of a text-to-image model: the small world's own, a path, or what the hub's cache has. No download."""
+    if name == "tiny":
+        import tiny_world
+
+        return tiny_world.build(cache) / "model"
+    folder = Path(name).expanduser().resolve()
+    if not folder.is_dir():
+        from huggingface_hub import snapshot_download
+        from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+
+        try:
+            folder = Path(snapshot_download(name, local_files_only=True))
+        except (LocalEntryNotFoundError, HFValidationError):
+            fail(f"no model '{name}': it is neither a folder nor in the hub's cache; `hf download {name}` fetches "
+                 f"it (5 GB for {V1_4}), --model tiny needs none")  # fmt: skip
+    return folder
+
+
+def check_model(folder):
+    """Ends the program over a folder that is no model of Stable Diffusion's architecture, or holds pickles alone."""
+    if not (folder / "model_index.json").is_file():
+        fail(f"{folder} has no model_index.json: --model takes a folder that diffusers' save_pretrained wrote")
+    index = common.read_json(folder / "model_index.json")
+    for part, wanted in PARTS.items():
+        _, found = index.get(part) or (None, None)
+        if found != wanted and found != f"{wanted}Fast":
+            fail(f"{folder} is a {index.get('_class_name')} with {found or 'nothing'} as {part}: want Stable "
+                 f"Diffusion's architecture, {wanted}")  # fmt: skip
+        if part != "tokenizer" and not list((folder / part).glob("*.safetensors")):
+            pickles = [p.name for kind in ("*.bin", "*.ckpt", "*.pt") for p in (folder / part).glob(kind)]
+            fail(f"{folder / part} holds no safetensors" + (f" but {pickles[0]}, a pickle, which may run code" if
+                 pickles else "") + ": get the safetensors of this model")  # fmt: skip
+    kind = common.read_json(folder / "scheduler" / "scheduler_config.json").get("prediction_type", "epsilon")
+    if kind != "epsilon":
+        fail(f"{folder} predicts {kind}: want a model that predicts the noise (epsilon)")
+
+
+def picture_side(name):
+    """Pixels along a side of the pictures that a model is for, if it is there; else None."""
+    folder = Path(name).expanduser()
+    try:
+        side = json.loads((folder / "unet" / "config.json").read_text())["sample_size"]
+        return side * 2 ** (len(json.loads((folder / "vae" / "config.json").read_text())["block_out_channels"]) - 1)
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def model_digest(folder):
+    """Short hash of a model's weights, by the size and both ends of each file: 4 GB need not be read."""
+    digest = hashlib.sha256()
+    for part in ("unet", "text_encoder", "vae"):
+        for path in sorted((folder / part).glob("*.safetensors")):
+            with open(path, "rb") as file:
+                size = file.seek(0, 2)
+                digest.update(f"{part}/{path.name} {size}".encode())
+                for start in (0, max(0, size - 2**20)):
+                    file.seek(start)
+                    digest.update(file.read(2**20))
+    return digest.hexdigest()[:12]
+
+
+# ------------------------------------------------------------------------------------------- class images
+
+
+def class_images(folder, count, prompt, size, sample):
+    """uint8 (count, 3, size, size): pictures of a category, drawn from the initial model, kept as PNG in `folder`.
+
+    sample(prompts, seeds): uint8 images. Image k depends on its number and prompt alone, so what was interrupted goes
+    on; pictures that are there already (any names) are taken in the order of their names, at most `count` of them. A
+    black one, which is what a safety filter leaves, is drawn again.
+    """
+
+    def pictures():
+        return sorted(p for p in folder.glob("*") if p.suffix.lower() in streams.PICTURES and p.name[0] != ".")[:count]
+
+    with common.locked(folder, wait=True):
+        free = [k for k in range(count) if not (folder / f"{k:04d}.png").exists()]
+        left = [(k, 0) for k in free[: count - len(pictures())]]  # number, attempt
+        bar = common.tqdm(total=len(left), desc=f"class images: {prompt}", unit="img", disable=None, leave=False)
+        while left:
+            some, left = left[:16], left[16:]
+            seeds = [common.hash32(("class image", prompt, *which)) for which in some]
+            for (k, attempt), image in zip(some, sample([prompt] * len(some), seeds), strict=True):
+                if image.any():
+                    common.write_picture(folder / f"{k:04d}.png", image)
+                    bar.update()
+                elif attempt < 9:
+                    left.append((k, attempt + 1))
+                else:
+                    fail(f"the model draws black for '{prompt}', ten times: is it whole?", 1)
+        bar.close()
+    return np.stack([streams.read_picture(path, size) for path in pictures()])
