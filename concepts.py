@@ -180,7 +180,8 @@ def class_images(folder, count, prompt, size, sample):
 
     sample(prompts, seeds): uint8 images. Image k depends on its number and prompt alone, so what was interrupted goes
     on; pictures that are there already (any names) are taken in the order of their names, at most `count` of them. A
-    black one, which is what a safety filter leaves, is drawn again.
+    black one, which is what a safety filter leaves, is drawn again. The size of a batch can move a last bit, so 16
+    numbers are always drawn together, and what is there already of them is not written again.
     """
 
     def pictures():
@@ -188,20 +189,22 @@ def class_images(folder, count, prompt, size, sample):
 
     with common.locked(folder, wait=True):
         free = [k for k in range(count) if not (folder / f"{k:04d}.png").exists()]
-        left = [(k, 0) for k in free[: count - len(pictures())]]  # number, attempt
+        left = {*free[: count - len(pictures())]}
         bar = common.tqdm(total=len(left), desc=f"class images: {prompt}", unit="img", disable=None, leave=False)
-        while left:
-            some, left = left[:16], left[16:]
-            seeds = [common.hash32(("class image", prompt, *which)) for which in some]
-            for (k, attempt), image in zip(some, sample([prompt] * len(some), seeds), strict=True):
-                if image.any():
-                    common.write_picture(folder / f"{k:04d}.png", image)
-                    bar.update()
-                elif attempt < 9:
-                    left.append((k, attempt + 1))
-                else:
-                    fail(f"the model draws black for '{prompt}', ten times: is it whole?", 1)
+        for first in range(0, count, 16):
+            together = range(first, first + 16)
+            for attempt in range(10):
+                if left.isdisjoint(together):
+                    break
+                seeds = [common.hash32(("class image", prompt, k, attempt)) for k in together]
+                for k, image in zip(together, sample([prompt] * 16, seeds), strict=True):
+                    if k in left and image.any():
+                        common.write_picture(folder / f"{k:04d}.png", image)
+                        left.remove(k)
+                        bar.update()
         bar.close()
+        if left:
+            fail(f"the model draws black for '{prompt}', ten times: is it whole?", 1)
     return np.stack([streams.read_picture(path, size) for path in pictures()])
 
 
