@@ -485,8 +485,8 @@ def train(args):
     method = runfolder.method_class(args.method)(args, learner)
     about = {"scheduler": dict(learner.scheduler.config), "model": concepts.model_digest(learner.folder)}
 
+    learner.prepare_class_images()  # before a run that goes on loads what it has learnt
     with runfolder.Run(__file__, args.base, method, tasks, about=about) as run:
-        learner.prepare_class_images()
         for task, past in run.tasks_left():
             method.start_task(task, past)
             indices = method.training_data(task, past)
