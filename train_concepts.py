@@ -149,7 +149,8 @@ class Concepts:
         self.vae = AutoencoderKL.from_pretrained(self.folder / "vae", **read).requires_grad_(False).eval()
         self.unet = UNet2DConditionModel.from_pretrained(self.folder / "unet", **read)
         self.text_encoder = CLIPTextModel.from_pretrained(self.folder / "text_encoder", **read)
-        self.scheduler = DDPMScheduler.from_pretrained(self.folder / "scheduler")  # whatever the sampler it came with
+        # whatever the sampler it came with; latents are not confined to [-1, 1], DDPMScheduler's default
+        self.scheduler = DDPMScheduler.from_pretrained(self.folder / "scheduler", clip_sample=False)
         parts = {"unet": self.unet, "text_encoder": self.text_encoder, "vae": self.vae}
         self.sizes, _ = concepts.sizes(parts, args.base)
         if args.base == "custom_diffusion":
