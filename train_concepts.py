@@ -503,7 +503,7 @@ def train(args):
             for step in run.steps(task, indices, optimisers):
                 key = (args.seed, task.number, step)
                 for net in learner.nets.values():
-                    net.train()
+                    net.train(any(p.requires_grad for p in net.parameters()))
                 images, labels = run.batch(step)
                 batch = learner.draw(images, labels, key)
                 with run.clocked("replay"):
