@@ -349,7 +349,8 @@ class Concepts:
         with self.autocast():
             text = self.text_encoder(ids).last_hidden_state
         self.scheduler.set_timesteps(self.args.sampling_steps)
-        for t in self.scheduler.timesteps.clamp(max=self.scheduler.config.num_train_timesteps - 1):
+        times = self.scheduler.timesteps
+        for t in times[times < self.scheduler.config.num_train_timesteps]:  # 1000 steps begin one beyond it
             with self.autocast():
                 plain, asked = self.unet(torch.cat([x, x]), t, text).sample.float().chunk(2)
             noise = plain + self.args.guidance * (asked - plain)
