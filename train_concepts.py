@@ -235,20 +235,25 @@ class Concepts:
         Its rows are the N pictures, augmented, and behind them N class images, if they have a weight.
         """
         images, labels = torch.as_tensor(images).to(self.device).float() / 127.5 - 1, torch.as_tensor(labels)
-        rng, noise = common.numpy_rng((*key, "augmentation")), common.torch_rng((*key, "noise"), self.device)
+        rng = common.numpy_rng((*key, "augmentation"))
         rows = [self.augment(image, rng) for image in images]
         side = self.args.size // self.cell
         pixels = torch.stack([row[0] for row in rows]) if rows else images
         masks = torch.stack([row[1] for row in rows]) if rows else images.new_zeros(0, 1, side, side)
-        moments, prompts = self.encode(pixels), torch.tensor([row[2] for row in rows], dtype=torch.long)
-        if self.args.prior_weight and not self.held:
-            picks = common.numpy_rng((*key, "class images")).integers(0, self.args.class_images, len(labels))
-            known = [self.class_moments(int(c))[k] for c, k in zip(labels, picks, strict=True)]
-            moments = torch.cat([moments, torch.stack(known)]) if known else moments
-            masks, labels = torch.cat([masks, torch.ones_like(masks)]), torch.cat([labels, labels])
-            prompts = torch.cat([prompts, torch.full_like(prompts, CLASS)])
+        prompts = torch.tensor([row[2] for row in rows], dtype=torch.long)
+        batch = self.noised(self.encode(pixels), labels, prompts, masks, (*key, "noise"))
+        if not (self.args.prior_weight and len(labels)) or self.held:
+            return batch
+        picks = common.numpy_rng((*key, "class images")).integers(0, self.args.class_images, len(labels))
+        known = torch.stack([self.class_moments(int(c))[k] for c, k in zip(labels, picks, strict=True)])
+        whole, prompts = torch.ones_like(masks), torch.full_like(prompts, CLASS)
+        prior = self.noised(known, labels, prompts, whole, (*key, "class noise"))  # its own: none moves the pictures'
+        return {name: torch.cat([rows, prior[name]]) for name, rows in batch.items()}
+
+    def noised(self, moments, labels, prompts, masks, key):
+        """Rows of a batch: latents drawn from their mean and deviation (N, 8, side, side), with a time and noise."""
         mean, std = moments.chunk(2, 1)
-        size = dict(generator=noise, device=self.device)
+        size = dict(generator=common.torch_rng(key, self.device), device=self.device)
         return {
             "latents": self.vae.config.scaling_factor * (mean + std * torch.randn(mean.shape, **size)),
             "labels": labels.to(self.device),
