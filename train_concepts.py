@@ -311,13 +311,14 @@ class Concepts:
     def loss(self, phase, batch):
         """Mean over the pictures of the mean squared error within their masks, and prior_weight × that of class images.
 
-        Leaves the predicted noise in batch["out"].
+        Leaves the predicted noise in batch["out"], and the two parts in batch["own"] and batch["prior"].
         """
         batch["out"] = self.outputs(phase, batch)
         error = ((batch["out"] - batch["noise"]).square() * batch["masks"]).mean((1, 2, 3))
         error = error / batch["masks"].mean((1, 2, 3))
         prior = batch["prompts"] == CLASS
         own, others = (error * ~prior).sum() / (~prior).sum(), (error * prior).sum() / prior.sum().clamp(min=1)
+        batch["own"], batch["prior"] = own.detach(), others.detach()
         return own + self.args.prior_weight * others
 
     def nll(self, phase, batch):
@@ -526,7 +527,7 @@ def train(args):
                     norm = torch.nn.utils.clip_grad_norm_(weights, 1.0)
                     optimiser.step()
                     method.after_step(phase)
-                    record[f"loss_{phase.name}"] = loss.detach()
+                    record |= {"loss_main": loss.detach(), "loss_own": batch["own"], "loss_prior": batch["prior"]}
                     record |= {"penalty": penalty, "gradient_norm": norm, "clipped": norm > 1.0, **columns}
                 run.log(step, args.lr, record)
             run.keep()
