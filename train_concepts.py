@@ -95,7 +95,8 @@ KEYS_AND_VALUES = ("attn2.to_k", "attn2.to_v")  # of the cross-attention: what C
 class Words(torch.nn.Module):
     """The table of a text encoder's words, frozen, and behind it a row for each new word.
 
-    So a new word is a parameter of its own, and no optimiser, decay or penalty can reach another row.
+    So a new word is a parameter of its own, and no optimiser, decay or penalty can reach another row. Those that are
+    not `learning` get no gradient either, when a word of the past stands in a replayed prompt.
     """
 
     def __init__(self, table, starts, first):
@@ -104,11 +105,14 @@ class Words(torch.nn.Module):
         self.table, self.first = table, first
         self.new = torch.nn.Embedding(len(starts), table.embedding_dim)
         self.new.weight.data.copy_(table.weight[starts])
+        self.register_buffer("learning", torch.ones(len(starts), dtype=torch.bool), persistent=False)
 
     def forward(self, ids):
         new = ids - self.first
         is_new = (new >= 0) & (new < self.new.num_embeddings)
-        return torch.where(is_new[..., None], self.new(new * is_new), self.table(ids * ~is_new))
+        rows = self.new(new * is_new)
+        rows = torch.where(self.learning[new * is_new][..., None], rows, rows.detach())
+        return torch.where(is_new[..., None], rows, self.table(ids * ~is_new))
 
 
 def resized(image, size):
@@ -203,6 +207,12 @@ class Concepts:
         """Token ids (N, length) of texts, filled up or cut to the length of the model, the end token kept."""
         asked = dict(padding="max_length", truncation=True, max_length=self.tokenizer.model_max_length)
         return self.tokenizer(texts, return_tensors="pt", **asked).input_ids.to(self.device)
+
+    def learn(self, concepts):
+        """These concepts (ids) are what is trained now: the new words of all others stay as they are."""
+        if self.args.base == "custom_diffusion":
+            learning = self.text_encoder.get_input_embeddings().learning
+            learning.fill_(False)[torch.as_tensor(concepts, device=self.device)] = True
 
     # ---- pictures
 
@@ -498,6 +508,7 @@ def train(args):
         for task, past in run.tasks_left():
             method.start_task(task, past)
             indices = method.training_data(task, past)
+            learner.learn(data.labels[indices])
             params = {phase.name: learner.params(phase) for phase in learner.phases(0)}
             rows = learner.class_rows()  # new words: a decay would move those of other concepts, too
             optimisers = {
