@@ -134,15 +134,22 @@ def check_model(folder):
     if not (folder / "model_index.json").is_file():
         fail(f"{folder} has no model_index.json: --model takes a folder that diffusers' save_pretrained wrote")
     index = common.read_json(folder / "model_index.json")
+    kind = index.get("_class_name") if isinstance(index, dict) else None
     for part, wanted in PARTS.items():
-        _, found = index.get(part) or (None, None)
-        if found != wanted and found != f"{wanted}Fast":
-            fail(f"{folder} is a {index.get('_class_name')} with {found or 'nothing'} as {part}: want Stable "
-                 f"Diffusion's architecture, {wanted}")  # fmt: skip
-        if part != "tokenizer" and not list((folder / part).glob("*.safetensors")):
+        found = (index.get(part) if kind else None) or ("", "nothing")
+        # the parts of an SDXL or an inpainting model have these classes, too
+        if kind != "StableDiffusionPipeline" or found[-1] not in (wanted, f"{wanted}Fast"):
+            fail(f"{folder} is a {kind} with {found[-1]} as {part}: want Stable Diffusion's architecture, a "
+                 f"StableDiffusionPipeline with {wanted}")  # fmt: skip
+        needed = folder / part / ("tokenizer_config.json" if part == "tokenizer" else "config.json")
+        if not needed.is_file():
+            fail(f"{needed} is missing: get a whole copy of this model")
+        stem = folder / part / ("model" if part == "text_encoder" else "diffusion_pytorch_model")
+        whole = any(stem.with_suffix(end).is_file() for end in (".safetensors", ".safetensors.index.json"))
+        if part != "tokenizer" and not whole:
             pickles = [p.name for kind in ("*.bin", "*.ckpt", "*.pt") for p in (folder / part).glob(kind)]
-            fail(f"{folder / part} holds no safetensors" + (f" but {pickles[0]}, a pickle, which may run code" if
-                 pickles else "") + ": get the safetensors of this model")  # fmt: skip
+            fail(f"{folder / part} holds no {stem.name}.safetensors" + (f" but {pickles[0]}, a pickle, which may run "
+                 "code" if pickles else "") + ": get the safetensors of this model")  # fmt: skip
     kind = common.read_json(folder / "scheduler" / "scheduler_config.json").get("prediction_type", "epsilon")
     if kind != "epsilon":
         fail(f"{folder} predicts {kind}: want a model that predicts the noise (epsilon)")
