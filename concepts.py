@@ -57,8 +57,12 @@ def concepts(scene, names, base, cache):
         facts = common.read_json(path)
         if not isinstance(facts, dict) or not all(isinstance(about, dict) for about in facts.values()):
             fail(f'{path} should read {{"folder": {{"category": "dog", "prompts": "live"}}, …}}')
-        if path == own and (unknown := facts.keys() - {*names}):
-            fail(f"{path} speaks of '{min(unknown)}', and there is no such concept folder beside it")
+        if path == own and (unknown := [name for name in facts if not (path.parent / name).is_dir()]):
+            fail(f"{path} speaks of '{unknown[0]}', and there is no such concept folder beside it")
+        for name, about in facts.items():
+            if about.keys() - {"category", "prompts", "word"} or not all(isinstance(v, str) and v.strip() == v != ""
+                                                                         for v in about.values()):  # fmt: skip
+                fail(f'{path}: \'{name}\' takes "category", "prompts" and "word", each a text that is not empty')
     known = json.loads((ROOT / "reference" / "prompts.json").read_text())
     found = []
     for k, name in enumerate(names):
@@ -69,7 +73,7 @@ def concepts(scene, names, base, cache):
         if base == "custom_diffusion":
             word, start = about.get("word", f"<new{k + 1}>"), STARTS[k % len(STARTS)]
         elif "word" in about or k < len(RARE_WORDS):
-            word = start = about.get("word") or RARE_WORDS[k]
+            word = start = about["word"] if "word" in about else RARE_WORDS[k]
         else:
             fail(f"concept '{name}' is number {k + 1}, and there are {len(RARE_WORDS)} rare words: give it a \"word\" "
                  "in concepts.json")  # fmt: skip
