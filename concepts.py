@@ -92,7 +92,12 @@ def check_words(concepts, base, tokenizer):
 
     A rare word must be one token: a longer one falls apart, and its parts are other words. A new word must be new.
     """
+    spelt = {}  # CLIP reads capitals as small letters
     for concept in concepts:
+        if (other := spelt.setdefault(concept.word.lower(), concept.name)) != concept.name:
+            fail(f"'{concept.word}' of '{concept.name}' reads like the word of '{other}': give each its own")
+        if len(concept.word.split()) > 1:
+            fail(f"'{concept.word}' of '{concept.name}' is more than one word")
         ids = tokenizer(concept.word, add_special_tokens=False).input_ids
         alone = len(ids) == 1 and ids[0] not in (tokenizer.eos_token_id, tokenizer.bos_token_id)
         if base == "custom_diffusion" and alone:

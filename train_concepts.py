@@ -84,7 +84,7 @@ from diffusers import AutoencoderKL, DDPMScheduler, StableDiffusionPipeline, UNe
 from peft import get_peft_model_state_dict  # noqa: E402
 from safetensors.torch import load_file, save_file  # noqa: E402
 from torch.nn import functional as F  # noqa: E402
-from transformers import CLIPTextModel, CLIPTokenizer  # noqa: E402
+from transformers import AddedToken, CLIPTextModel, CLIPTokenizer  # noqa: E402
 from transformers.utils import logging  # noqa: E402
 
 logging.disable_progress_bar()  # of reading and writing a few files
@@ -161,7 +161,8 @@ class Concepts:
             self.unet.requires_grad_(False)
             self.text_encoder.requires_grad_(False)
             table, first = self.text_encoder.get_input_embeddings(), len(self.tokenizer)
-            self.tokenizer.add_tokens([concept.word for concept in self.concepts])
+            # single_word: "do" as a new word must not take "dog" apart
+            self.tokenizer.add_tokens([AddedToken(concept.word, single_word=True) for concept in self.concepts])
             self.text_encoder.set_input_embeddings(Words(table, self.starts, first))
             for name, module in self.unet.named_modules():
                 if name.endswith(KEYS_AND_VALUES):
