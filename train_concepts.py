@@ -206,7 +206,9 @@ class Concepts:
 
     def tokens(self, texts):
         """Token ids (N, length) of texts, filled up or cut to the length of the model, the end token kept."""
-        asked = dict(padding="max_length", truncation=True, max_length=self.tokenizer.model_max_length)
+        # a tokenizer without a configuration of its own says 10³⁰
+        length = min(self.tokenizer.model_max_length, self.text_encoder.config.max_position_embeddings)
+        asked = dict(padding="max_length", truncation=True, max_length=length)
         return self.tokenizer(texts, return_tensors="pt", **asked).input_ids.to(self.device)
 
     def learn(self, concepts):
