@@ -296,6 +296,7 @@ class Concepts:
         """
         args, self.moments = self.args, {}
         name = f"{concepts.model_digest(self.folder)}-{args.size}-{args.sampling_steps}steps-{args.guidance:g}"
+        name += "" if args.precision == "fp32" else f"-{args.precision}"
         for category in sorted({concept.category for concept in self.concepts} if args.prior_weight else ()):
             folder = common.output_folder(args.data) / "class_images" / name / category.replace("/", "_")
             prompt = f"photo of a {category}"
