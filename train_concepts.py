@@ -74,7 +74,10 @@ if __name__ == "__main__":  # a finished run is recognised before PyTorch is loa
         runfolder.stop_if_finished(runfolder.run_folder(ARGS, ARGS.base), ARGS, __file__)
         if not ARGS.dry_run:  # pictures, words or a model that are missing, too
             concepts.check_model(concepts.model_folder(ARGS.model, ARGS.data))
-            streams.load_data(streams.scenario(ARGS.dataset), ARGS.size, ARGS.data)
+            SCENE = streams.scenario(ARGS.dataset)
+            NAMES = streams.load_data(SCENE, ARGS.size, ARGS.data, read=False).classes
+            concepts.concepts(SCENE, NAMES, ARGS.base, ARGS.data)
+            streams.load_data(SCENE, ARGS.size, ARGS.data)
 
 import contextlib  # noqa: E402
 import copy  # noqa: E402
