@@ -124,6 +124,10 @@ class Clip(Dino):
 
 def network(kind, folder, device, **options):
     """A network in evaluation mode, all of whose weights come from the safetensors of a folder."""
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()  # of reading one file
+    logging.set_verbosity_error()  # its table of what a file holds more than is asked for; what is missing is said here
     about = dict(use_safetensors=True, local_files_only=True, output_loading_info=True)
     try:
         net, found = kind.from_pretrained(folder, **about, **options)
