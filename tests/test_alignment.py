@@ -134,11 +134,11 @@ def test_a_text_that_is_too_long_keeps_its_end_token(judges, capsys):
     begins = "photo of a dog " * 18 + "photo of a"
     assert np.allclose(clip.texts([LONG]), clip.texts([begins]), atol=1e-6)
     sixty = clip.texts(["photo of a dog " * 15])[0]
-    assert cosine(clip.texts([LONG])[0], sixty) > 0.95
+    assert cosine(clip.texts([LONG])[0], sixty) > 0.9
     with torch.no_grad():  # as it would be without its end
         ids = clip.tokens([LONG]).input_ids
         ids[0, -1] = ids[0, 1]
-        assert cosine(clip.net.get_text_features(ids).pooler_output[0].numpy(), sixty) < 0.9
+        assert cosine(clip.net.get_text_features(ids).pooler_output[0].numpy(), sixty) < 0.8
     assert capsys.readouterr().err == ""
 
 
