@@ -203,3 +203,66 @@ def class_images(folder, count, prompt, size, sample):
                     fail(f"the model draws black for '{prompt}', ten times: is it whole?", 1)
         bar.close()
     return np.stack([streams.read_picture(path, size) for path in pictures()])
+
+
+# --------------------------------------------------------------------------------------------------- sizes
+
+
+def build_on_meta(name):
+    """{part: network without numbers} of a model by its configuration; of the paper's, it need not be there."""
+    import torch
+    from diffusers import AutoencoderKL, UNet2DConditionModel
+    from transformers import CLIPTextConfig, CLIPTextModel
+
+    folder = Path(name).expanduser()
+    if (folder / "model_index.json").is_file():
+        shapes = {part: common.read_json(folder / part / "config.json") for part in ("unet", "text_encoder", "vae")}
+    elif name == V1_4:
+        shapes = common.read_json(ROOT / "reference" / "stable_diffusion_v1-4.json")
+    else:
+        return {}
+    with torch.device("meta"):
+        return {
+            "unet": UNet2DConditionModel.from_config(shapes["unet"]),
+            "text_encoder": CLIPTextModel(CLIPTextConfig.from_dict(shapes["text_encoder"])),
+            "vae": AutoencoderKL.from_config(shapes["vae"]),
+        }
+
+
+def count(net):
+    return sum(p.numel() for p in net.parameters())
+
+
+def sizes(nets, base):
+    """(common.Sizes as the paper's table 13 counts them, numbers that the optimiser gets) of `build_on_meta`'s parts.
+
+    The paper's Custom Diffusion holds keys and values twice and trains the whole table of words, with one more row.
+    Here they are held once, and of the table the row of the new word alone is trained.
+    """
+    both = count(nets["unet"]) + count(nets["text_encoder"])
+    whole = both + count(nets["vae"])
+    if base == "dreambooth":
+        return common.Sizes(whole, both, both), both
+    kv = sum(p.numel() for name, p in nets["unet"].named_parameters() if ".attn2.to_k" in name or ".attn2.to_v" in name)
+    rows, width = nets["text_encoder"].get_input_embeddings().weight.shape
+    return common.Sizes(whole + kv, kv + (rows + 1) * width, both + kv), kv + width
+
+
+def plan(args):
+    """What --dry_run says of the model: {network: parameters}, and lines about memory and disk."""
+    nets = build_on_meta(args.model)
+    if not nets:
+        return {}, [f"{args.model} is not there yet, so its size is not known"]
+    paper, trained = sizes(nets, args.base)
+    held = {"kd": 1, "l2": 1, "ewc": 2, "mas": 2, "si": 5}.get(args.method, 0)  # copies of what is trained
+    kept = {"ewc": 1, "mas": 1, "si": 2}.get(args.method, 0)  # in the state of the method
+    written = trained * (1 if args.base == "dreambooth" else 2)
+    memory = 4 * (sum(map(count, nets.values())) + (3 + held) * trained) / 2**30
+    disk = 4 * (args.tasks * (written + kept * trained) + (3 + kept) * trained) / 2**30
+    lines = [
+        f"trained: {trained:,} numbers; as the paper counts, in 2^20: {paper.trained / 2**20:.2f} of "
+        f"{paper.model / 2**20:.2f}",
+        f"memory: about {memory:.1f} GiB for weights, gradients, Adam and {args.method}, activations apart",
+        f"disk: about {disk:.1f} GiB for {args.tasks} tasks and the state inside one",
+    ]
+    return {name: count(net) for name, net in nets.items()}, lines

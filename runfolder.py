@@ -267,13 +267,14 @@ def write_or_check_config(run, config, args, script):
 # -------------------------------------------------------------------------------------------------- state
 
 
-def print_plan(args, backbone, data, tasks, parameters):
-    """What --dry_run says; parameters: {network: count}."""
+def print_plan(args, backbone, data, tasks, parameters, lines=()):
+    """What --dry_run says; parameters: {network: count}; lines: what else a script knows."""
     print(json.dumps(vars(args), indent=1))
     for task in tasks:
         print(f"task {task.number}: classes {task.classes} ({data.names(task.classes)}), {len(task.indices)} images")
     for network, count in parameters.items():
         print(f"{network}: {count:,} parameters")
+    print(*lines, sep="\n", end="\n" if lines else "")
     print(f"run folder: {run_folder(args, backbone)}")
 
 

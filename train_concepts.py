@@ -150,8 +150,8 @@ class Concepts:
         self.unet = UNet2DConditionModel.from_pretrained(self.folder / "unet", **read)
         self.text_encoder = CLIPTextModel.from_pretrained(self.folder / "text_encoder", **read)
         self.scheduler = DDPMScheduler.from_pretrained(self.folder / "scheduler")  # whatever the sampler it came with
-        unet, text, vae = (sum(p.numel() for p in net.parameters()) for net in (self.unet, self.text_encoder, self.vae))
-        self.sizes = common.Sizes(unet + text + vae, unet + text, unet + text)
+        parts = {"unet": self.unet, "text_encoder": self.text_encoder, "vae": self.vae}
+        self.sizes, _ = concepts.sizes(parts, args.base)
         if args.base == "custom_diffusion":
             self.unet.requires_grad_(False)
             self.text_encoder.requires_grad_(False)
@@ -162,10 +162,6 @@ class Concepts:
                 if name.endswith(KEYS_AND_VALUES):
                     module.requires_grad_(True)
                     module.register_forward_hook(detach_first)
-            kv = sum(p.numel() for p in self.unet.parameters() if p.requires_grad)
-            # as the paper counts: keys and values held twice, and the whole table of words with a new one as trained
-            self.sizes = common.Sizes(unet + text + vae + kv, kv + table.weight.numel() + table.embedding_dim,
-                                      unet + text + kv)  # fmt: skip
         for net in (self.unet, self.text_encoder, self.vae):
             net.to(device)
         if torch.device(device).type == "cuda":
@@ -268,6 +264,9 @@ class Concepts:
     @torch.no_grad()
     def encode(self, pixels):
         """Images in model range (N, 3, size, size) → mean and deviation of their latents (N, 8, side, side)."""
+        if not len(pixels):  # an empty memory
+            side = self.args.size // self.cell
+            return pixels.new_zeros(0, 2 * self.unet.config.in_channels, side, side)
         found = self.vae.encode(pixels).latent_dist
         return torch.cat([found.mean, found.std], 1)
 
@@ -428,8 +427,10 @@ class Concepts:
         state = load_file(folder / "keys_and_values.safetensors")
         wanted = {name for name, p in self.unet.named_parameters() if p.requires_grad}
         if state.keys() != wanted:
-            common.fail(f"{folder}/keys_and_values.safetensors does not fit this U-Net: it has {len(wanted & state.keys())} "
-                        f"of {len(wanted)} names", 1)  # fmt: skip
+            shared = len(wanted & state.keys())
+            common.fail(
+                f"{folder}: keys_and_values.safetensors has {shared} of the {len(wanted)} names of this U-Net", 1
+            )
         self.unet.load_state_dict(state, strict=False)
         words = self.text_encoder.get_input_embeddings()
         words.new.weight.data.copy_(words.table.weight[self.starts])
@@ -478,7 +479,7 @@ def train(args):
     data = streams.load_data(scene, args.size, args.data, read=not args.dry_run)
     tasks = streams.split(data, scene.order(args.order), args.tasks, least=1)
     if args.dry_run:
-        return runfolder.print_plan(args, args.base, data, tasks, concepts.plan(args))
+        return runfolder.print_plan(args, args.base, data, tasks, *concepts.plan(args))
 
     learner = Concepts(args, data, device)
     method = runfolder.method_class(args.method)(args, learner)

@@ -5,7 +5,8 @@ from diffusers import AutoencoderKL, PNDMScheduler, StableDiffusionPipeline, UNe
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer
 
 # words that are one token each; all else falls apart into letters
-WORDS = ["photo", "of", "a", "sks", "phol", "oxi", "mth", "nigh", "pll", "ucd", "dog", "duck", "toy", "cat", "backpack", "bear", "plushie", "ball", "box", "star", "ring", "cross", "moon", "tree"]
+WORDS = """photo of a sks phol oxi mth nigh pll ucd dog duck toy cat backpack bear plushie ball box star ring cross moon
+tree on grass""".split()  # noqa: SIM905
 
 
 def tokenizer(length=77, words=WORDS):
@@ -37,7 +38,8 @@ def write(folder, side=4, widths=(8, 16), vae_widths=(8, 8, 8, 8), seed=0, lengt
         cross_attention_dim=16, attention_head_dim=2, norm_num_groups=4)  # fmt: skip
     vae = AutoencoderKL(
         latent_channels=4, block_out_channels=vae_widths, layers_per_block=1, norm_num_groups=4,
-        down_block_types=["DownEncoderBlock2D"] * len(vae_widths), up_block_types=["UpDecoderBlock2D"] * len(vae_widths),
+        down_block_types=["DownEncoderBlock2D"] * len(vae_widths),
+        up_block_types=["UpDecoderBlock2D"] * len(vae_widths),
         sample_size=side * 2 ** (len(vae_widths) - 1))  # fmt: skip
     scheduler = PNDMScheduler(beta_schedule="scaled_linear", beta_start=0.00085, beta_end=0.012, skip_prk_steps=True,
                               steps_offset=1)  # fmt: skip

@@ -124,7 +124,8 @@ def test_run_all_lists_its_commands(tmp_path):
     assert all(line.startswith("python train_ddim.py") and "--order 1 --seed 1" in line for line in lines)
     for line in lines:
         train_ddim.parse_args(shlex.split(line)[2:])
-    count = {"digits_ddim": 12, "digits_gan": 11, "strengths": 41, "paper": 12 * (6 * 5 + 1) + 11 * 6 * 5}
+    count = {"digits_ddim": 12, "digits_gan": 11, "strengths": 41, "concepts_demo": 17,
+             "paper": 12 * (6 * 5 + 1) + 11 * 6 * 5 + 17 * 5}  # fmt: skip
     for profile, number in count.items():
         listed = subprocess.run(["bash", str(ROOT / "run_all.sh"), "--list", profile], capture_output=True, text=True,
                                 env={**os.environ, "PYTHON": sys.executable})  # fmt: skip
