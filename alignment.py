@@ -214,6 +214,17 @@ def model_name(kind, name):
     return f"{Path(name).name}-{hashlib.sha256(' '.join(sums).encode()).hexdigest()[:8]}"
 
 
+def judges_name(models):
+    """What scores by {kind: name or folder} are called: those by other models never meet."""
+    return "+".join(model_name(kind, name) for kind, name in models.items())
+
+
+def check_models(models):
+    """Ends the program if one of {kind: name or folder} is missing or of no use."""
+    for kind, name in models.items():
+        model_folder(kind, name)
+
+
 def wanted_models(args, model):
     """{kind: name or folder}; args: with clip, dino and data. The small world has judges of its own."""
     asked = {kind: getattr(args, kind) for kind in KINDS}
@@ -258,7 +269,7 @@ class Alignment:
 
     @functools.cached_property
     def name(self):
-        return "+".join(model_name(kind, name) for kind, name in self.models.items())
+        return judges_name(self.models)
 
     def metrics(self, config, trained_to):
         """Those that a cell of the quality matrix has."""
@@ -267,8 +278,7 @@ class Alignment:
 
     def check(self):
         """Ends the program if the weights are not there."""
-        for kind, name in self.models.items():
-            model_folder(kind, name)
+        check_models(self.models)
 
     def load(self, config, data, reference, device):
         """data: what the run was trained on, with which its samples are compared."""

@@ -336,9 +336,7 @@ def main(argv=None):
     out = common.output_folder(args.out)
     if args.inception_weights:
         fid.inception_weights(args.inception_weights)
-    for kind in alignment.KINDS:
-        if name := getattr(args, kind):
-            alignment.model_folder(kind, name)
+    alignment.check_models({kind: name for kind in alignment.KINDS if (name := getattr(args, kind))})
     runs = find_runs(args.runs)
     datas, judges = {}, {}
     problems = []
