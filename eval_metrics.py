@@ -4,8 +4,8 @@
     python eval_metrics.py runs --out results --paper          the paper's numbers beside one's own
 
 Every finished task checkpoint (trained to task t, asked for each task i ≤ t) that has no score yet is sampled and
-compared with the whole training set of task i (fid.py says how). Scores go to <run>/quality.csv, so a second call
-only sums up (tables.py, figures.py).
+compared with the whole training set of task i: fid.py says how, and of concepts alignment.py. Scores go to
+<run>/quality.csv, so a second call only sums up (tables.py, figures.py).
 
     AQ(t) = mean of m(t, i) over i ≤ t      AIQ = mean of AQ(t) over t      AFQ = AQ(T)
     FR    = mean over t < T of how much worse task t became since it was learnt; positive = forgotten
@@ -25,6 +25,7 @@ from pathlib import Path
 
 import numpy as np
 
+import alignment
 import common
 import fid
 import figures
@@ -35,8 +36,7 @@ from common import note
 from tables import LARGER_IS_BETTER, PROTOCOL
 
 COLUMNS = ("trained_to", "task", "metric", "value", *PROTOCOL, "reference_images", "checkpoint")  # of quality.csv
-SHOWN = 16  # images of a cell that are kept for the sample grids
-REFERENCES = 8  # kept in memory, at 33 MB for the root and 41 MB for KID each
+SCRIPTS = {"dreambooth": "train_concepts", "custom_diffusion": "train_concepts"}  # of the others: train_<backbone>
 
 
 # ------------------------------------------------------------------------------------------------ scoring
@@ -77,19 +77,26 @@ def cells(run, config):
     return [(t, i) for t in done for i in range(1, t + 1) if i == t or not config["isolated"]]
 
 
-def protocol_of(config, args, name):
+def judge_of(config, args):
+    """What scores this run: says its name and its metrics, and turns a cell into their values."""
+    return (alignment.Alignment if config["backbone"] in SCRIPTS else fid.Distances)(config, args)
+
+
+def protocol_of(config, args, judge):
     """How a run is scored: the values of PROTOCOL, as text."""
     flags = config["flags"]
-    count = args.num_samples or (256 if flags["preset"] == "tiny" else 2048)
-    steps = (args.ddim_steps or flags["ddim_steps"]) if "ddim_steps" in flags else ""  # a GAN has none
-    return dict(zip(PROTOCOL, map(str, (name, count, args.reference, steps, args.sampling_seed)), strict=True))
+    count = args.num_samples or judge.samples
+    steps = flags.get("sampling_steps", "")  # of concepts; a GAN has none
+    if "ddim_steps" in flags:
+        steps = args.ddim_steps or flags["ddim_steps"]
+    return dict(zip(PROTOCOL, map(str, (judge.name, count, args.reference, steps, args.sampling_seed)), strict=True))
 
 
-def missing_cells(run, config, protocol):
+def missing_cells(run, config, judge, protocol):
     """Cells that lack one of the metrics under this protocol."""
     have = {(int(r["trained_to"]), int(r["task"]), r["metric"]) for r in valid_rows(run) if is_of(r, protocol)}
-    metrics = ("FID", "KID", *(["accuracy"] if protocol["extractor"].startswith("classifier") else []))
-    return [cell for cell in cells(run, config) if any((*cell, metric) not in have for metric in metrics)]
+    return [cell for cell in cells(run, config)
+            if any((*cell, metric) not in have for metric in judge.metrics(config, cell[0]))]  # fmt: skip
 
 
 def is_of(row, protocol):
@@ -118,63 +125,43 @@ def is_whole(row):
         return False
 
 
-def extractor_name(kind, config, args):
-    """What the extractor is called, before it is loaded: runs that are scored already need no weights."""
-    if kind == "classifier":
-        return fid.Classifier.identity(args.data, config["data"]["digest"], config["data"]["classes"]) or kind
-    try:
-        return fid.inception_name(args.inception_weights)
-    except common.UserError:  # said when there is something to score
-        return kind
-
-
-def score_what_is_missing(run, config, args, datas, extractors, references):
-    """datas, extractors, references: caches, shared by the runs on the same images."""
+def score_what_is_missing(run, config, args, datas, judges):
+    """datas, judges: caches, shared by the runs on the same images; the judges of one set of images at a time."""
     flags = config["flags"]
-    kind = fid.extractor_kind(flags["dataset"], args.extractor)
-    protocol = protocol_of(config, args, extractor_name(kind, config, args))
-    if not missing_cells(run, config, protocol):
+    key = (flags["dataset"], flags["size"], config["data"]["digest"], flags.get("model"))
+    if key not in judges:
+        judges.clear()
+        judges[key] = judge_of(config, args)
+    judge = judges[key]
+    if not missing_cells(run, config, judge, protocol_of(config, args, judge)):
         return
-    if kind == "inception":
-        fid.inception_weights(args.inception_weights)  # ends here if they are missing, before pictures are prepared
+    judge.check()  # ends here if its weights are missing, before pictures are prepared
     for split in {args.reference, "train"}:
         if (scene := (flags["dataset"], flags["size"], split)) not in datas:
             datas[scene] = streams.load_data(streams.scenario(scene[0]), scene[1], args.data, split=split)
     data, reference = (datas[flags["dataset"], flags["size"], split] for split in ("train", args.reference))
     if config["data"]["digest"] != data.digest or reference.classes != data.classes:
         common.fail(f"{run} was trained on other pictures than {flags['dataset']} holds now")
-    if (kind, data.digest) not in extractors:
-        device = common.pick_device(args.device)
-        extractors[kind, data.digest] = fid.extractor(kind, data, args.data, device, args.inception_weights)
-    extractor = extractors[kind, data.digest]
-    protocol["extractor"] = extractor.name
-    sizes = [int(np.isin(reference.labels, classes).sum()) for classes in config["tasks"]]
-    if kind == "inception":
-        warn_of_few(int(protocol["generated"]), f"generated images a task of {config['data']['name']}")
-        warn_of_few(min(sizes), f"reference images in the smallest task of {config['data']['name']}")
+    judge.load(config, data, reference, common.pick_device(args.device))
+    protocol = protocol_of(config, args, judge)
     with common.locked(run):
-        missing = missing_cells(run, config, protocol)
-        score(run, config, args, data, reference, missing, extractor, protocol, references)
+        score(run, config, args, data, missing_cells(run, config, judge, protocol), judge, protocol)
+    sizes = [int(np.isin(reference.labels, classes).sum()) for classes in config["tasks"]]
     about = f"{min(sizes)} to {max(sizes)}" if min(sizes) < max(sizes) else sizes[0]
     print(f"scored {run}: {protocol['generated']} generated images a task against {about}", flush=True)
 
 
-def warn_of_few(count, what):
-    if count < 2048:
-        note(f"{count} {what}, under 2048: their Inception covariance is singular and FID is too large; compare it "
-             "only between equal counts, or read KID")  # fmt: skip
-
-
-def score(run, config, args, data, reference, missing, extractor, protocol, references):
+def score(run, config, args, data, missing, judge, protocol):
     """Samples and scores the missing cells of one run; a row is on the disk before the next cell begins.
 
-    data: what the run was trained on; reference: what its samples are compared with, the same or the test split.
+    data: what the run was trained on.
     """
     flags = argparse.Namespace(**config["flags"])
+    flags.data = args.data  # where it lies now, with the small world in it
     if args.ddim_steps and "ddim_steps" in flags:
         flags.ddim_steps = args.ddim_steps
-    module = importlib.import_module(f"train_{config['backbone']}")
-    learner = module.Learner(flags, data, extractor.device)
+    module = importlib.import_module(SCRIPTS.get(config["backbone"], f"train_{config['backbone']}"))
+    learner = module.Learner(flags, data, common.pick_device(args.device))
     learner.sample_batch = args.batch_size or learner.sample_batch
     method = runfolder.method_class(flags.method)(flags, learner)
     missing = sorted(missing, key=lambda cell: cell[::-1])  # task by task, which needs few references at a time
@@ -188,28 +175,12 @@ def score(run, config, args, data, reference, missing, extractor, protocol, refe
                 common.fail(f"{needed} is broken: start its training command again, which repairs it", code=1)
             sound.add(needed)
         method.load(run, trained_to, i)
-        classes = sorted(config["tasks"][i - 1])
-        count, reference_labels = int(protocol["generated"]), reference.labels[np.isin(reference.labels, classes)]
-        labels = common.proportional_labels(reference_labels, count)
-        images = learner.sample(labels, common.sampling_seeds((args.sampling_seed, i, "report"), count))
-        if (key := (extractor.name, reference.digest, args.reference, *classes)) not in references:
-            if len(references) >= REFERENCES:
-                references.pop(next(iter(references)))  # the oldest
-            known = fid.reference_features(extractor, reference, classes, args.data, args.reference)
-            references[key] = fid.with_root(fid.statistics(known)), fid.kernel_reference(known)
-        features, (statistics, kernel) = extractor.features(images), references[key]
-        values = {
-            "FID": fid.frechet_distance(fid.statistics(features), statistics),
-            "KID": fid.kernel_distance(features, kernel),
-        }
-        if isinstance(extractor, fid.Classifier):
-            values["accuracy"] = extractor.accuracy(images, labels)
-        if trained_to == (i if config["isolated"] else len(config["tasks"])):
-            order = np.argsort(labels[:SHOWN], kind="stable")
-            rows = images[order].unflatten(0, (2, -1)) if len(order) == SHOWN else [images[order]]
+        values, reference_images, pictures = judge.score(learner, config, trained_to, i, protocol)
+        is_final = trained_to == (i if config["isolated"] else len(config["tasks"]))
+        if is_final or config["backbone"] in SCRIPTS:
             png = io.BytesIO()
-            common.picture_grid(rows).save(png, "PNG")
-            common.write_file(run / figures.picture_name(i, protocol), png.getvalue())
+            common.picture_grid(pictures).save(png, "PNG")
+            common.write_file(run / figures.picture_name(i, protocol, None if is_final else trained_to), png.getvalue())
         rows = [
             {
                 "trained_to": trained_to,
@@ -217,7 +188,7 @@ def score(run, config, args, data, reference, missing, extractor, protocol, refe
                 "metric": metric,
                 "value": tables.number(value),
                 **protocol,
-                "reference_images": len(reference_labels),
+                "reference_images": reference_images,
                 "checkpoint": runfolder.checkpoint_hash(folder),
             }
             for metric, value in values.items()
@@ -232,9 +203,14 @@ def score(run, config, args, data, reference, missing, extractor, protocol, refe
 
 
 def continual_metrics(matrix, larger_is_better):
-    """AQ curve, AIQ, AFQ and FR of m[t][i], i ≤ t (lower triangle, from 0). FR is None with one task."""
+    """AQ curve, AIQ, AFQ and FR of m[t][i], i ≤ t (lower triangle, from 0). FR is None with one task.
+
+    Of a metric that the final model alone has, the rows before are empty: it has an AFQ, and nothing else.
+    """
     T = len(matrix)
-    aq = [float(np.mean(matrix[t][: t + 1])) for t in range(T)]
+    aq = [float(np.mean(row)) if row else None for row in matrix]
+    if None in aq:
+        return aq, None, aq[-1], None
     sign = -1 if larger_is_better else 1
     worse = [sign * (matrix[T - 1][t] - matrix[t][t]) for t in range(T - 1)]
     return aq, float(np.mean(aq)), aq[-1], float(np.mean(worse)) if worse else None
@@ -250,6 +226,8 @@ def quality_matrices(run, config):
         if config["isolated"]:
             values = {(t, i): values.get((i, i)) for t in range(1, T + 1) for i in range(1, t + 1)}
         rows = [[values.get((t, i)) for i in range(1, t + 1)] for t in range(1, T + 1)]
+        if key[-1] in tables.OF_THE_LAST:
+            rows[:-1] = [[] for _ in rows[:-1]]
         if all(v is not None for row in rows for v in row):
             complete[key] = rows
     return complete
@@ -323,7 +301,8 @@ def parse_args(argv=None):
     add("runs", nargs="+", metavar="RUNS", help="folders with run folders below them")
     add("--out", default="results", help="folder of summary, tables and figures (default: results)")
     add("--paper", action="store_true", help="the paper's numbers beside one's own in the tables")
-    add("--num_samples", type=common.whole(2), help="images sampled a task (default: 2048; tiny: 256)")
+    add("--num_samples", type=common.whole(2), help="images sampled a task (default: 2048; tiny: 256; of "
+        "concepts: 1000; tiny: 40)")  # fmt: skip
     add(
         "--extractor",
         choices=("auto", "inception", "classifier"),
@@ -331,6 +310,7 @@ def parse_args(argv=None):
         help="features of FID and KID (default: auto = classifier for digits, else inception)",
     )
     add("--inception_weights", help="pytorch-fid's weights file (default: where pytorch-fid keeps it)")
+    alignment.add_flags(p)
     add(
         "--reference",
         choices=("train", "test"),
@@ -356,12 +336,13 @@ def main(argv=None):
     out = common.output_folder(args.out)
     if args.inception_weights:
         fid.inception_weights(args.inception_weights)
+    alignment.check_models({kind: name for kind in alignment.KINDS if (name := getattr(args, kind))})
     runs = find_runs(args.runs)
-    datas, extractors, references = {}, {}, {}
+    datas, judges = {}, {}
     problems = []
     for run, config in runs.items():
         try:  # what is wrong with one run must not keep the others from the table
-            score_what_is_missing(run, config, args, datas, extractors, references)
+            score_what_is_missing(run, config, args, datas, judges)
         except (common.UserError, OSError) as error:
             problems.append(error)
             note(f"{error}; {run} is not scored")

@@ -7,7 +7,7 @@ Heusel et al., GANs Trained by a Two Time-Scale Update Rule, 2017 (FID); Bińkow
 section 4 (KID). All sums are float64. FID of few images is too large by an amount that depends on their number; KID
 is not, and can fall a little below 0.
 
-From top to bottom: distances · feature extractors · the reference.
+From top to bottom: distances · feature extractors · the reference · the judges of a run and of --select best.
 """
 
 import contextlib
@@ -24,6 +24,8 @@ import runfolder
 INCEPTION_FILE = "pt_inception-2015-12-05-6726825d.pth"  # the last part is the beginning of its SHA-256
 INCEPTION_URL = f"https://github.com/mseitzer/pytorch-fid/releases/download/fid_weights/{INCEPTION_FILE}"
 KID_IMAGES = 5000  # of a larger reference KID takes as many, drawn once: its cost grows with their square
+REFERENCES = 8  # kept in memory, at 33 MB for the root and 41 MB for KID each
+SHOWN = 16  # images of a cell that are kept for the sample grids
 
 
 # ---------------------------------------------------------------------------------------------- distances
@@ -284,14 +286,17 @@ def sum_of(path, size, time):
 
 @contextlib.contextmanager
 def full_float32():
-    """No TF32 in convolutions: features from a GPU and a CPU meet in one cache."""
+    """No TF32: features from a GPU and a CPU meet in one cache."""
     import torch
 
-    before, torch.backends.cudnn.allow_tf32 = torch.backends.cudnn.allow_tf32, False
+    before = torch.backends.cudnn.allow_tf32, torch.get_float32_matmul_precision()
+    torch.backends.cudnn.allow_tf32 = False
+    torch.set_float32_matmul_precision("highest")
     try:
         yield
     finally:
-        torch.backends.cudnn.allow_tf32 = before
+        torch.backends.cudnn.allow_tf32 = before[0]
+        torch.set_float32_matmul_precision(before[1])
 
 
 def in_batches(function, images, batch, device):
@@ -343,6 +348,83 @@ def reference_features(extractor, data, classes, cache, split="train"):
         features.append(np.load(target / "features.npy", mmap_mode="r"))
     bar.close()
     return features
+
+
+# ------------------------------------------------------------------------------------------------- judges
+
+
+class Distances:
+    """What scores a run of a label-conditioned model; of concepts it is alignment.Alignment, with the same methods."""
+
+    def __init__(self, config, args):
+        """Nothing is loaded: runs that are scored already need no weights."""
+        self.args, self.extractor, self.references = args, None, {}
+        self.kind, self.samples = (
+            extractor_kind(config["flags"]["dataset"], args.extractor),
+            samples(config["flags"]["preset"]),
+        )
+        self.name = self.named(config)
+
+    def named(self, config):
+        """What the extractor is called."""
+        if self.kind == "classifier":
+            about = self.args.data, config["data"]["digest"], config["data"]["classes"]
+            return Classifier.identity(*about) or self.kind
+        try:
+            return inception_name(self.args.inception_weights)
+        except common.UserError:  # said when there is something to score
+            return self.kind
+
+    def metrics(self, config, trained_to):
+        """Those that a cell of the quality matrix has."""
+        return ("FID", "KID", *(["accuracy"] if self.kind == "classifier" else []))
+
+    def check(self):
+        """Ends the program if the weights are not there."""
+        if self.kind == "inception":
+            inception_weights(self.args.inception_weights)
+
+    def load(self, config, data, reference, device):
+        """data: what the run was trained on; reference: what its samples are compared with, that or the test split."""
+        self.reference = reference
+        if self.extractor is None:
+            self.extractor = extractor(self.kind, data, self.args.data, device, self.args.inception_weights)
+            self.name = self.extractor.name
+        if self.kind == "inception":
+            sizes = [int(np.isin(reference.labels, classes).sum()) for classes in config["tasks"]]
+            warn_of_few(self.args.num_samples or self.samples, f"generated images a task of {config['data']['name']}")
+            warn_of_few(min(sizes), f"reference images in the smallest task of {config['data']['name']}")
+
+    def score(self, learner, config, trained_to, task, protocol):
+        """One cell: ({metric: value}, number of reference images, rows of pictures to show)."""
+        classes, reference = sorted(config["tasks"][task - 1]), self.reference
+        count, reference_labels = int(protocol["generated"]), reference.labels[np.isin(reference.labels, classes)]
+        labels = common.proportional_labels(reference_labels, count)
+        seeds = common.sampling_seeds((int(protocol["sampling_seed"]), task, "report"), count)
+        images = learner.sample(labels, seeds)
+        if (key := (reference.digest, *classes)) not in self.references:
+            if len(self.references) >= REFERENCES:
+                self.references.pop(next(iter(self.references)))  # the oldest
+            known = reference_features(self.extractor, reference, classes, self.args.data, self.args.reference)
+            self.references[key] = with_root(statistics(known)), kernel_reference(known)
+        features, (moments, kernel) = self.extractor.features(images), self.references[key]
+        values = {"FID": frechet_distance(statistics(features), moments), "KID": kernel_distance(features, kernel)}
+        if self.kind == "classifier":
+            values["accuracy"] = self.extractor.accuracy(images, labels)
+        order = np.argsort(labels[:SHOWN], kind="stable")
+        rows = images[order].unflatten(0, (2, -1)) if len(order) == SHOWN else [images[order]]
+        return values, len(reference_labels), rows
+
+
+def samples(preset):
+    """Images of a task by default."""
+    return 256 if preset == "tiny" else 2048
+
+
+def warn_of_few(count, what):
+    if count < 2048:
+        common.note(f"{count} {what}, under 2048: their Inception covariance is singular and FID is too large; compare "
+                    "it only between equal counts, or read KID")  # fmt: skip
 
 
 class Selection:

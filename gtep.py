@@ -2,13 +2,17 @@
 
     python gtep.py --methods ewc er --tune digits:0-4 --eval digits:5-9 --trials 8 --orders 1 2 3
     python gtep.py --methods ewc er --tune cifar10:0-4 --eval cifar10:5-9 --space full --both -- --epochs 50
+    python gtep.py --backbone concepts --methods ewc l2 --tune toys --eval more_toys -- --base custom_diffusion
 
-Phase 1: N trials of each method on D^HT (--tune), in every class order; the best by mean AFQ (FID, smaller is better)
-wins. A trial with a run that failed is worst; of equal trials the first wins. Phase 2: the winner on D^E (--eval),
-which has as many tasks, classes and pixels but other data, once an order and with fresh seeds: that is the result.
-With --both the same trials are run on D^E too, and the winners of both in both scenarios:
+Phase 1: N trials of each method on D^HT (--tune), in every class order; the best by mean AFQ wins: FID, smaller is
+better, or with --backbone concepts the DINO average, larger is better (CLIP sees little more than the category, so a
+concept that is forgotten for its category would cost next to nothing). A trial with a run that failed is worst; of
+equal trials the first wins. Phase 2: the winner on D^E (--eval), which has as many tasks, classes and pixels but other
+data, once an order and with fresh seeds: that is the result. With --both the same trials are run on D^E too, and the
+winners of both in both scenarios:
 
     gap = (tuned on D^HT) − (tuned on D^E), both judged on D^E: how much the usual protocol flatters a method
+          (with the other sign where larger is better)
 
 Cha et al., *Hyperparameters in Continual Learning: A Reality Check*; docs/fidelity.md says where we differ.
 What follows -- goes to the training script, the same for all runs. Each run is a run folder of that script below
@@ -31,7 +35,9 @@ from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import NamedTuple
 
+import alignment
 import common
+import concepts
 import fid
 import gtep_report
 import runfolder
@@ -86,7 +92,7 @@ def training_flags(values, base):
     """((flag, value), …) for the training script. base: its flags as they are without tuning."""
     flags = dict(values)
     if "length" in flags:
-        for flag in ("lr", "batch_size", "epochs" if base["epochs"] else "steps"):
+        for flag in ("lr", "batch_size", "epochs" if base.get("epochs") else "steps"):
             factor = flags.pop("length" if flag in ("epochs", "steps") else flag)
             flags[flag] = base[flag] * factor if flag == "lr" else max(1, round(base[flag] * factor))
     return tuple(flags.items())
@@ -125,6 +131,13 @@ def class_names(scene):
     return {name.lower() for name in names[scene.first : scene.last + 1] if not name.isdigit()}  # numbers tell nothing
 
 
+def concept_names(scene, base, cache):
+    """Names and categories: another dog is no unseen class to a model that has been tuned on a dog."""
+    names = streams.load_data(scene, 1, cache, read=False).classes
+    known = concepts.concepts(scene, names, base, cache)
+    return {name.lower() for concept in known for name in (concept.name, concept.category)}
+
+
 def check_pair(tune, judge):
     """Refuses two scenarios that differ in more than their data, or share classes. Both as `described`."""
     for flag, what in (("classes", "classes"), ("tasks", "tasks"), ("size", "pixels a side"), ("preset", "as preset")):
@@ -136,7 +149,11 @@ def check_pair(tune, judge):
     if source and a.first <= b.last and b.first <= a.last:
         common.fail(f"{tune['dataset']} and {judge['dataset']} share the classes {max(a.first, b.first)} to "
                     f"{min(a.last, b.last)}: D^E must be unseen")  # fmt: skip
-    if not source and (shared := class_names(a) & class_names(b)):
+    if "base" in tune:
+        shared = concept_names(a, tune["base"], tune["data"]) & concept_names(b, judge["base"], judge["data"])
+    else:
+        shared = set() if source else class_names(a) & class_names(b)
+    if shared:
         common.fail(f"{tune['dataset']} and {judge['dataset']} share the class '{min(shared)}': D^E must be unseen")
 
 
@@ -160,7 +177,7 @@ def script(args):
 def place(args, run):
     """The --out of its training, with nothing else in it; scores/ is what eval_metrics.py makes of it."""
     scene = streams.scenario(run.dataset).name
-    preset = [args.base[flag] for flag in ("lr", "batch_size", "steps", "epochs")]  # another one: other runs
+    preset = [args.base.get(flag) for flag in ("lr", "batch_size", "steps", "epochs")]  # another one: other runs
     key = f"{common.hash32((args.backbone, run.dataset, run.flags, *preset, *args.training)):08x}"
     return args.out / "runs" / scene / f"{run.method}-{key}-order{run.order}-seed{run.seed}"
 
@@ -180,8 +197,27 @@ def commands(args, run):
     score = [sys.executable, str(common.ROOT / "eval_metrics.py"), out, "--out", f"{out}/scores", "--data", args.data]
     score += ["--device", args.device, "--extractor", args.extractor, "--num_samples", str(args.num_samples)]
     score += ["--sampling_seed", str(sampling_seed(run))]
-    score += ["--inception_weights", args.inception_weights] if args.inception_weights else []
+    for flag in ("inception_weights", *alignment.KINDS):
+        score += [f"--{flag}", getattr(args, flag)] if getattr(args, flag) else []
     return train, score
+
+
+def features(args, dataset):
+    """How the name of the features begins that score; those of the small world are known once it is built."""
+    if args.backbone != "concepts":
+        return fid.extractor_kind(dataset, args.extractor)
+    return (
+        "" if args.base["model"] == "tiny" else alignment.judges_name(alignment.wanted_models(args, args.base["model"]))
+    )
+
+
+def check_weights(args, datasets):
+    """Ends here if the weights that score are missing, not after the first training."""
+    if args.backbone == "concepts":
+        if args.base["model"] != "tiny":
+            alignment.check_models(alignment.wanted_models(args, args.base["model"]))
+    elif "inception" in [fid.extractor_kind(dataset, args.extractor) for dataset in datasets]:
+        fid.inception_weights(args.inception_weights)
 
 
 def sampling_seed(run):
@@ -217,15 +253,17 @@ def outcome(args, run):
         why = (folder / "FAILED").read_text().strip() or "failed" if failed else "diverged"
         return gtep_report.LOST | {"failed": why, "changed": changed, "hours": sum(spent.values()) / 3600}
     # only scores of this call's features, images and reference: others may lie beside them
-    wanted = {"metric": "FID", "generated": str(args.num_samples), "reference": "train"}
+    wanted = {"metric": args.metric, "generated": str(args.num_samples), "reference": "train"}
     wanted |= {"sampling_seed": str(sampling_seed(run))}
-    kind = fid.extractor_kind(run.dataset, args.extractor)
+    kind = features(args, run.dataset)
     rows = [row for row in common.read_csv(folder / "scores" / "summary.csv")
             if wanted.items() <= row.items() and row["extractor"].startswith(kind)]  # fmt: skip
     if not rows or not made(folder, "DONE"):
         return None
     if len(rows) > 1:
-        common.fail(f"{folder} holds scores of several {kind} features: remove its scores/ and its quality.csv")
+        common.fail(
+            f"{folder} holds scores of several {kind or 'judges and'} features: remove its scores/ and its quality.csv"
+        )
     costs = common.read_csv(folder / "scores" / "cost.csv")
     spent = [float(value) for row in costs for name, value in row.items() if name.endswith("_seconds")]
     scores = {measure: float(rows[0][measure] or "nan") for measure in gtep_report.MEASURES}  # one task: no FR
@@ -350,7 +388,12 @@ def parse_args(argv=None):
     cut = argv.index("--") if "--" in argv else len(argv)
     p = common.Parser(description=__doc__)
     add = p.add_argument
-    add("--backbone", choices=("ddim", "stylegan2"), default="ddim", help="which train_….py trains (default: ddim)")
+    add(
+        "--backbone",
+        choices=("ddim", "stylegan2", "concepts"),
+        default="ddim",
+        help="which train_….py trains (default: ddim)",
+    )
     add("--methods", nargs="+", required=True, metavar="METHOD", help="files of methods/ (no default)")
     add("--tune", required=True, metavar="SCENARIO", help="D^HT, as --dataset takes it (no default)")
     add("--eval", required=True, metavar="SCENARIO", help="D^E, as --dataset takes it (no default)")
@@ -369,10 +412,12 @@ def parse_args(argv=None):
     add("--extractor", choices=("auto", "inception", "classifier"), default="auto", help="features of FID (default: "
         "auto = classifier for digits, else inception)")  # fmt: skip
     add("--inception_weights", help="pytorch-fid's weights file (default: where pytorch-fid keeps it)")
+    alignment.add_flags(p)
     add("--data", default="data", help="folder of data sets and caches (default: data)")
     add("--device", default="auto", help="cpu, cuda or cuda:N (default: cuda if there is one)")
     args = p.parse_args(argv[:cut])
     args.training, args.out = argv[cut + 1 :], common.output_folder(args.out)
+    args.metric = "DINO" if args.backbone == "concepts" else "FID"  # by which trials are chosen and methods judged
     args.methods, args.orders = list(dict.fromkeys(args.methods)), list(dict.fromkeys(args.orders))
     tuned = {flag for method in args.methods for flag in search_space(method, "method")}
     for word in args.training:
@@ -402,8 +447,8 @@ def settle(args, tuned):
         if dataset not in left:
             for trial in trials:
                 trial["outcomes"] = [found[run] for run in trial["runs"]]
-                trial["score"] = gtep_report.mean_score(trial["outcomes"])
-            winners[dataset, method] = gtep_report.best_trial(trials)
+                trial["score"] = gtep_report.mean_score(trial["outcomes"], args.metric)
+            winners[dataset, method] = gtep_report.best_trial(trials, args.metric)
     return winners
 
 
@@ -411,14 +456,14 @@ def main(argv=None):
     args = parse_args(argv)
     args.base = described(args, args.tune, args.methods[0])
     args.judge = None if is_away(args.eval) else described(args, args.eval, args.methods[0])
-    args.num_samples = args.num_samples or (256 if args.base["preset"] == "tiny" else 2048)  # as eval_metrics.py
+    judge = alignment if args.backbone == "concepts" else fid
+    args.num_samples = args.num_samples or judge.samples(args.base["preset"])  # as eval_metrics.py
     if args.judge:
         check_pair(args.base, args.judge)
     else:
         common.note(f"{args.eval} is not there: phase 1 needs nothing of it; that it fits is checked in phase 2")
     there = [about["dataset"] for about in (args.base, args.judge) if about]
-    if "inception" in [fid.extractor_kind(dataset, args.extractor) for dataset in there]:
-        fid.inception_weights(args.inception_weights)  # ends here if they are missing, not after the first training
+    check_weights(args, there)
     tune, sides = there[0], there if args.both else there[:1]
     tuned = {(dataset, method): tried(args, dataset, method) for dataset in sides for method in args.methods}
     for method in args.methods[1:]:

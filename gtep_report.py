@@ -1,6 +1,7 @@
 """The report of gtep.py: selection, statistics, tables and the figure.
 
-A score is a FID, smaller is better; infinite is worst: a run that failed. What is handed in:
+A score is a FID, smaller is better, or of concepts the DINO average, larger is better; infinite, on the bad side, is
+worst: a run that failed. With sign 1 where smaller is better, else −1, sign · score is to be small. Handed in are:
 
     outcome   {"failed": why or "", "AFQ": …, "AIQ": …, "FR": …, "read": images, "features": …, "hours": …,
               "changed": {file of code that is another since, …}} of one run
@@ -20,6 +21,7 @@ import numpy as np
 
 import common
 import streams
+from tables import LARGER_IS_BETTER
 
 MEASURES = ("AFQ", "AIQ", "FR")
 LOST = {"failed": "no trial to choose", "read": "", "features": "", "changed": set(), "hours": 0}
@@ -29,15 +31,23 @@ LOST |= dict.fromkeys(MEASURES, math.inf)
 # ------------------------------------------------------------------------------- selection and statistics
 
 
-def mean_score(outcomes):
-    """Mean AFQ over the orders; infinite if one of them failed or is no number."""
+def better(metric):
+    return "larger" if LARGER_IS_BETTER[metric] else "smaller"
+
+
+def sign_of(metric):
+    return -1 if LARGER_IS_BETTER[metric] else 1
+
+
+def mean_score(outcomes, metric):
+    """Mean AFQ over the orders; infinite, on the bad side, if one of them failed or is no number."""
     values = [o["AFQ"] for o in outcomes]
-    return float(np.mean(values)) if np.isfinite(values).all() else math.inf
+    return float(np.mean(values)) if np.isfinite(values).all() else sign_of(metric) * math.inf
 
 
-def best_trial(trials):
-    """The one with the smallest score, of equal ones the first; None if all are infinite."""
-    best = min(trials, key=lambda trial: trial["score"])
+def best_trial(trials, metric):
+    """The one with the best score, of equal ones the first; None if all are infinite."""
+    best = min(trials, key=lambda trial: sign_of(metric) * trial["score"])
     return best if math.isfinite(best["score"]) else None
 
 
@@ -61,9 +71,9 @@ def sign_flip(differences):
     return sum(s >= seen for s in sums) / len(sums)
 
 
-def ranks(scores):
-    """1 = smallest; equal scores share the better rank."""
-    return [1 + sum(other < score for other in scores) for score in scores]
+def ranks(scores, sign=1):
+    """1 = smallest, with sign −1 largest; equal scores share the better rank."""
+    return [1 + sum(sign * other < sign * score for other in scores) for score in scores]
 
 
 def correlation(kind, a, b):
@@ -115,7 +125,8 @@ def write(args, tuned, winners, finals):
     text = [
         f"# Tuned on {names[tune]}, judged on {names.get(judge, args.eval)}\n",
         f"{args.backbone}, space `{args.space}`, class orders {' '.join(map(str, args.orders))}, training flags "
-        f"`{shlex.join(args.training) or 'none'}`. FID of {args.num_samples} images a task, smaller is better; mean ± "
+        f"`{shlex.join(args.training) or 'none'}`. {args.metric} of {args.num_samples} images a task, "
+        f"{better(args.metric)} is better; mean ± "
         "sample standard deviation over the orders.\n",
         *phase_1(args, names, tuned, winners),
     ]
@@ -195,13 +206,14 @@ def phase_2(args, names, tune, judge, winners, finals, cells):
 def compared(args, names, tune, judge, tuned, winners, finals, cells):
     """Ranks under both protocols and, with --both, the 2×2 matrix and the gap; protocols.csv."""
     both = (judge, judge, args.methods[0]) in finals
-    gtep = [mean_score(finals[tune, judge, method]) for method in args.methods]
+    sign = sign_of(args.metric)
+    gtep = [mean_score(finals[tune, judge, method], args.metric) for method in args.methods]
     if both:
-        usual = [mean_score(finals[judge, judge, method]) for method in args.methods]
+        usual = [mean_score(finals[judge, judge, method], args.metric) for method in args.methods]
         where = f"tuned and judged on {names[judge]}, with fresh seeds"
     else:
         best = [winners[tune, method] for method in args.methods]
-        usual = [b["score"] if b else math.inf for b in best]
+        usual = [b["score"] if b else sign * math.inf for b in best]
         where = f"the score of tuning on {names[tune]} itself (with --both: on {names[judge]}, with fresh seeds)"
     tau = correlation("kendalltau", usual, gtep)
     rows, lines, matrix = [], [], []
@@ -212,7 +224,7 @@ def compared(args, names, tune, judge, tuned, winners, finals, cells):
         if both:
             pairs = zip(finals[tune, judge, method], finals[judge, judge, method], strict=True)
             pairs = [(a["AFQ"], b["AFQ"]) for a, b in pairs if not (a["failed"] or b["failed"])]
-            gap, _, low, high = interval([a - b for a, b in pairs])
+            gap, _, low, high = interval([sign * (a - b) for a, b in pairs])
             percent = 100 * gap / np.mean([b for _, b in pairs]) if pairs else None
             p = sign_flip([a - b for a, b in pairs]) if pairs else None
             about = span(low, high, len(pairs), len(args.orders))
@@ -225,8 +237,11 @@ def compared(args, names, tune, judge, tuned, winners, finals, cells):
             for source in (tune, judge):
                 of = [short(*cells[source, judged, method]["AFQ"][:2]) for judged in (tune, judge)]
                 matrix.append([method, names[source], *of])
-        rows.append(row | {"rank_conventional": ranks(usual)[k], "rank_gtep": ranks(gtep)[k], "kendall": number(tau)})
-        lines.append([*line, ranks(usual)[k], ranks(gtep)[k]])
+        rows.append(
+            row
+            | {"rank_conventional": ranks(usual, sign)[k], "rank_gtep": ranks(gtep, sign)[k], "kendall": number(tau)}
+        )
+        lines.append([*line, ranks(usual, sign)[k], ranks(gtep, sign)[k]])
     common.write_csv(args.out / "protocols.csv", rows)
     text = []
     if both:
@@ -242,8 +257,9 @@ def compared(args, names, tune, judge, tuned, winners, finals, cells):
     ]
     if both:
         text.append(
-            "gap = GTEP − conventional, positive where tuning on the scenario itself flatters; interval and p are of "
-            "the orders in pairs. ρ is Spearman's, of the scores of the same trials on both.\n"
+            f"gap = {'GTEP − conventional' if sign == 1 else 'conventional − GTEP'}, positive where tuning on the "
+            "scenario itself flatters; interval and p are of the orders in pairs. ρ is Spearman's, of the scores of "
+            "the same trials on both.\n"
         )
     return text
 
@@ -287,7 +303,8 @@ def draw(args, names, tune, judge, tuned, cells):
     figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.4), constrained_layout=True)
     colours = {method: f"C{k % 10}" for k, method in enumerate(args.methods)}
     for (dataset, method), trials in tuned.items():
-        best = np.minimum.accumulate([trial["score"] for trial in trials])
+        sign = sign_of(args.metric)
+        best = sign * np.minimum.accumulate([sign * trial["score"] for trial in trials])
         left.plot(range(1, 1 + len(best)), np.where(np.isfinite(best), best, np.nan), color=colours[method], ms=3,
                   marker="o", ls="-" if dataset == tune else "--", label=f"{method}, {names[dataset]}")  # fmt: skip
     left.set(xlabel="trials", ylabel="best mean AFQ so far", title="Phase 1")

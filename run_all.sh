@@ -4,10 +4,12 @@
 #   bash run_all.sh                  the quick benchmark on scikit-learn's digits, then its evaluation
 #   bash run_all.sh digits_ddim      all twelve methods on the digits
 #   bash run_all.sh digits_gan       the eleven methods that StyleGAN2 knows on the digits
+#   bash run_all.sh concepts_demo    nine methods that learn five concepts, on a small text-to-image model that is
+#                                    trained first, once
 #   bash run_all.sh strengths        two tasks of digits, each penalty over the eight strengths of its `search`
 #   bash run_all.sh gtep_demo        the two-phase protocol in small: digits 0-4 against 5-9, four methods
-#   bash run_all.sh paper            the label-conditioned benchmark: StyleGAN2 and DDIM, seven data sets, five orders
-#                                    (GPU-months)
+#   bash run_all.sh paper            the whole benchmark: StyleGAN2 and DDIM on seven data sets, DreamBooth and Custom
+#                                    Diffusion on five concepts, five orders (GPU-months)
 #   bash run_all.sh --list quick     print the training commands of a profile, one a line, and run nothing
 #   ORDERS="1 2 3 4 5" bash run_all.sh quick     other class orders; the seed is the number of the order
 #
@@ -42,6 +44,21 @@ digits_gan() {
     done
 }
 
+concept_methods() {  # $1: the flags; the longest first
+    for base in dreambooth custom_diffusion; do
+        for method in noncl si ewc mas kd l2 ensemble ncl; do
+            echo "$PYTHON train_concepts.py --base $base --method $method $1"
+        done
+    done
+    echo "$PYTHON train_concepts.py --base dreambooth --method clora $1"
+}
+
+concepts_demo() {
+    for order in $ORDERS; do
+        concept_methods "--order $order --seed $order"
+    done
+}
+
 strengths() {
     train="$PYTHON train_ddim.py --dataset digits:0-3 --tasks 2 --out runs/strengths"
     echo "$train --method ncl"
@@ -69,6 +86,9 @@ paper() {  # order 1 of the small data sets comes first; ImageNet has one order,
             done
         done
     done
+    for order in 1 2 3 4 5; do
+        concept_methods "--model CompVis/stable-diffusion-v1-4 --dataset objects --order $order --seed $order"
+    done
     for method in ncl er ensemble clora l2 ewc si mas kd agem gr noncl; do
         echo "$PYTHON train_ddim.py --dataset imagenet64 --method $method --order 1 --seed 1"
     done
@@ -81,9 +101,10 @@ case $profile in
     gtep_demo) ;;
     quick | digits_ddim) runs=runs/digits/ddim results=results ;;
     digits_gan) runs=runs/digits/stylegan2 results=results ;;
+    concepts_demo) runs=runs/toys results=results/concepts ;;
     paper) runs=runs results="results --paper" JOBS=${JOBS:-1} ;;  # one GPU: one run at a time
     strengths) runs=runs/strengths results=results/strengths ;;
-    *) echo "error: unknown profile '$profile': choose quick, digits_ddim, digits_gan, strengths, gtep_demo or paper" >&2; exit 2 ;;
+    *) echo "error: unknown profile '$profile': choose quick, digits_ddim, digits_gan, concepts_demo, strengths, gtep_demo or paper" >&2; exit 2 ;;
 esac
 cores=$(getconf _NPROCESSORS_ONLN)
 JOBS=${JOBS:-$((cores < 4 ? cores : 4))}
@@ -93,6 +114,7 @@ if [ -n "$list" ]; then
 fi
 
 export OMP_NUM_THREADS=${THREADS:-1}
+[ "$profile" != concepts_demo ] || $PYTHON tiny_world.py  # before the runs, which would wait for each other
 if [ "$profile" = gtep_demo ]; then $(gtep_demo ""); exit; fi
 # Side by side, progress bars would write over each other: through a pipe the scripts print a line a task instead.
 if [ "$JOBS" -gt 1 ]; then

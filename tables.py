@@ -7,13 +7,20 @@ why, and the tables mark them.
 
 import math
 from collections import defaultdict
+from pathlib import Path
 
 import numpy as np
 
 import common
 
-LARGER_IS_BETTER = {"FID": False, "KID": False, "accuracy": True}
+LARGER_IS_BETTER = {"FID": False, "KID": False, "accuracy": True, **dict.fromkeys(
+    ("CLIP", "DINO", "CLIP-I", "CLIP-T", "DINO-I", "drift CLIP-I", "drift DINO", "pair DINO"), True)}  # fmt: skip
+OF_IMAGES = ("FID", "KID", "accuracy")  # the others are of concepts
+OF_THE_LAST = ("pair DINO",)  # of the final model alone: an AFQ, no AIQ and FR
 PROTOCOL = ("extractor", "generated", "reference", "sampler_steps", "sampling_seed")  # scores meet only within one
+# What the paper has scores of: (metric, features, reference), the second of images and the others of concepts.
+IN_PAPER = {("FID", "inception", "train"), ("CLIP", "clip-vit-base-patch32+dino-vits16", "train"),
+            ("DINO", "clip-vit-base-patch32+dino-vits16", "train")}  # fmt: skip
 METHODS = {  # in the order of the tables, with the paper's names
     "noncl": "Non-CL", "ensemble": "Ensemble", "ncl": "NCL", "er": "ER", "gr": "GR", "kd": "KD", "l2": "L2",
     "ewc": "EWC", "si": "SI", "mas": "MAS", "agem": "A-GEM", "clora": "C-LoRA",
@@ -21,6 +28,7 @@ METHODS = {  # in the order of the tables, with the paper's names
 PAPER_DATASETS = {  # the paper's names and numbers of tasks
     "mnist": ("MNIST", 5), "fashion": ("Fashion-MNIST", 5), "cifar10": ("CIFAR-10", 5), "cub": ("CUB-Birds", 10),
     "flowers": ("Oxford-Flowers", 5), "cars": ("Stanford-Cars", 14), "imagenet64": ("ImageNet-1k", 20),
+    "objects": ("Custom-Objects", 5),
 }  # fmt: skip
 
 
@@ -50,7 +58,7 @@ def write_summary(records, out):
 def write_tables(records, out, paper=None):
     """table_{AFQ,AIQ,FR}.{csv,md}: methods × data sets, mean ± sample standard deviation over orders and seeds.
 
-    paper: what `read_paper` returns, to stand beside the FID on Inception features against the training set.
+    paper: what `read_paper` returns, to stand beside what it has (IN_PAPER).
     """
     groups = defaultdict(lambda: defaultdict(list))  # (metric, protocol, backbone) → (variant, dataset) → records
     for r in records:
@@ -60,6 +68,8 @@ def write_tables(records, out, paper=None):
     for measure in ("AFQ", "AIQ", "FR"):
         rows, text = [], [f"# {measure}\n"]
         for (metric, kind, generated, reference, steps, seed, backbone), table in sorted(groups.items()):
+            if measure != "AFQ" and metric in OF_THE_LAST:
+                continue
             datasets = sorted({d for _, d in table})
             variants = sorted({v for v, _ in table}, key=lambda v: (*method_rank(v.split(" ")[0]), v))
             arrow = "smaller" if measure == "FR" or not LARGER_IS_BETTER[metric] else "larger"
@@ -68,7 +78,7 @@ def write_tables(records, out, paper=None):
                 + (f", {steps} sampling steps" if steps else "")
                 + f", sampling seed {seed}); {arrow} is better; mean ± standard deviation (runs)\n"
             )
-            beside = paper is not None and (metric, kind, reference) == ("FID", "inception", "train")
+            beside = paper is not None and (metric, kind, reference) in IN_PAPER
             heads = [name for d in datasets for name in ((d, f"{d}, paper") if beside else (d,))]
             text += ["| method | " + " | ".join(heads) + " |", "|---" * (len(heads) + 1) + "|"]
             doubts = []
@@ -84,7 +94,7 @@ def write_tables(records, out, paper=None):
                     cell = {"dataset": dataset, "mean": mean, "std": spread, "n": len(values)}
                     shown.append(cell_text(values, 4 if metric == "KID" else 2))
                     if paper is not None:
-                        key = paper_key(own[0]["config"], steps) if beside and own else None
+                        key = paper_key(own[0]["config"], steps, metric) if beside and own else None
                         theirs = paper.get((measure, *key), NOTHING) if key else NOTHING
                         cell |= {f"paper_{k}": theirs[k] for k in ("mean", "std", "doubt")}
                         if beside:
@@ -93,7 +103,9 @@ def write_tables(records, out, paper=None):
                 text.append(f"| {variant} | " + " | ".join(shown) + " |")
             text += ["", *(f"†{k} cannot be: {why}\n" for k, why in enumerate(doubts, 1))]
             if paper is not None and not beside:
-                text.append("The paper has FID on Inception features against the training set, and nothing for this.\n")
+                has = "CLIP and DINO by ViT-B/32 and ViT-S/16" if metric not in OF_IMAGES else (
+                    "FID on Inception features against the training set")  # fmt: skip
+                text.append(f"The paper has {has}, and nothing for this.\n")
         common.write_csv(out / f"table_{measure}.csv", rows)
         texts[measure] = "\n".join(text)
         common.write_file(out / f"table_{measure}.md", texts[measure].encode())
@@ -125,13 +137,31 @@ def write_costs(runs, out, paper=None):
             common.note(f"{run} is left out of cost.csv: {error}")
             continue
         if paper is not None:
-            key = paper_key(config)
-            for name, column in (("parameters", "parameters_millions"), ("training_time", "hours")):
-                theirs = paper.get((name, *key), NOTHING) if key else NOTHING
-                row |= {f"paper_{column}": theirs["mean"], f"paper_{column}_doubt": theirs["doubt"]}
+            row |= paper_costs(config, paper)
         rows.append(row)
     if rows:
-        common.write_csv(out / "cost.csv", rows)
+        columns = dict.fromkeys(column for row in rows for column in row)
+        common.write_csv(out / "cost.csv", [dict.fromkeys(columns, "") | row for row in rows])
+
+
+def paper_costs(config, paper):
+    """The paper's millions of parameters and hours, beside a row of cost.csv; of concepts also what a task trains.
+
+    Table 13 counts in units of 2²⁰ and table 15 in minutes; here they are in millions and hours, as all else.
+    """
+    key, row = paper_key(config), {}
+    wanted = [("parameters", "parameters_millions", 1), ("training_time", "hours", 1)]
+    parts = [key, key]
+    if key and "Custom-Objects" in key[1]:
+        parts = [(key[0], dataset, key[2]) for dataset in ("Custom-Objects:All Params", "Custom-Objects")]
+        parts.append((key[0], "Custom-Objects:Train Params", key[2]))
+        wanted = [("parameters", "parameters_millions", 2**20 / 10**6), ("training_time", "hours", 1 / 60),
+                  ("parameters", "trained_millions", 2**20 / 10**6)]  # fmt: skip
+    for (name, column, unit), part in zip(wanted, parts, strict=True):
+        theirs = paper.get((name, *part), NOTHING) if part else NOTHING
+        mean = f"{float(theirs['mean']) * unit:.2f}" if theirs["mean"] and unit != 1 else theirs["mean"]
+        row |= {f"paper_{column}": mean, f"paper_{column}_doubt": theirs["doubt"]}
+    return row
 
 
 # -------------------------------------------------------------------------------------------- the paper's numbers
@@ -149,16 +179,22 @@ def read_paper():
     }
 
 
-def paper_key(config, steps="50"):
+def paper_key(config, steps="50", metric="FID"):
     """(backbone, dataset, method) of a run in the paper; None if it has no such run.
 
-    CIFAR-10 was also run with other sampler steps, numbers of tasks and sizes of the memory, one at a time.
+    CIFAR-10 was also run with other sampler steps, numbers of tasks and sizes of the memory, one at a time. Concepts
+    were learnt by Stable Diffusion v1-4; their scores stand under "Custom-Objects:CLIP Avg" and "… DINO Avg".
     """
     flags = config["flags"]
     dataset, tasks = PAPER_DATASETS.get(config["data"]["name"], (None, None))
     method = METHODS.get(flags["method"])
     if not dataset or not method:
         return None
+    if dataset == "Custom-Objects":
+        if Path(flags.get("model", "")).name != "stable-diffusion-v1-4" or len(config["tasks"]) != tasks or (
+            str(steps or 50) != "50"):  # fmt: skip
+            return None
+        return (config["backbone"], f"{dataset}:{metric} Avg", method)
     changes = []
     if len(config["tasks"]) != tasks:
         changes.append(f":tasks={len(config['tasks'])}")

@@ -2,6 +2,7 @@
 
 import math
 import shutil
+import types
 
 import numpy as np
 import pytest
@@ -351,12 +352,13 @@ def test_the_test_split_is_asked_for_only_if_wanted(train, evaluate, cache, monk
 def test_a_run_without_sampler_steps():
     args = em.parse_args(["runs", "--ddim_steps", "20", "--num_samples", "64"])
     gan, ddim = ({"flags": {"preset": "S", **flags}} for flags in ({}, {"ddim_steps": 50}))
-    assert em.protocol_of(gan, args, "inception") == {
+    judge = types.SimpleNamespace(name="inception", samples=2048)
+    assert em.protocol_of(gan, args, judge) == {
         "extractor": "inception", "generated": "64", "reference": "train", "sampler_steps": "", "sampling_seed": "0",
     }  # fmt: skip
-    assert em.protocol_of(ddim, args, "inception")["sampler_steps"] == "20"
-    assert em.protocol_of(ddim, em.parse_args(["runs"]), "inception")["sampler_steps"] == "50"
-    assert figures.picture_name(1, em.protocol_of(gan, args, "inception")) == "final_task1_n64_seed0.png"
+    assert em.protocol_of(ddim, args, judge)["sampler_steps"] == "20"
+    assert em.protocol_of(ddim, em.parse_args(["runs"]), judge)["sampler_steps"] == "50"
+    assert figures.picture_name(1, em.protocol_of(gan, args, judge)) == "final_task1_n64_seed0.png"
 
 
 def test_a_score_says_how_it_was_made(train, evaluate, cache):
@@ -405,8 +407,8 @@ def test_kid_is_that_of_the_samples(train, evaluate, cache):
 
 def test_few_images_are_named(capsys):
     common.note.cache_clear()
-    em.warn_of_few(2048, "generated images a task of cub")
+    fid.warn_of_few(2048, "generated images a task of cub")
     assert capsys.readouterr().err == ""
-    em.warn_of_few(1198, "reference images in the smallest task of cub")
+    fid.warn_of_few(1198, "reference images in the smallest task of cub")
     error = capsys.readouterr().err
     assert "1198 reference images" in error and "2048" in error and "cub" in error

@@ -22,6 +22,7 @@ from test_methods import METHODS
 import common
 import gtep
 import gtep_report
+from gtep_report import number
 
 # The flags of the real scripts that matter here; plan.py says what a run scores. No import that takes time.
 TRAIN = """
@@ -103,7 +104,8 @@ class Bench:
 
     def __init__(self, folder):
         self.folder = folder
-        for name in ("gtep.py", "gtep_report.py", "common.py", "runfolder.py", "streams.py", "readers.py", "fid.py"):
+        for name in ("gtep.py", "gtep_report.py", "common.py", "runfolder.py", "streams.py", "readers.py", "fid.py",
+                     "tables.py", "alignment.py", "concepts.py"):  # fmt: skip
             shutil.copy(ROOT / name, folder)
         for name in ("methods", "reference"):
             shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
@@ -328,6 +330,59 @@ def test_without_both_the_tuned_score_is_the_conventional_one(bench):
     text = (bench.folder / "o/report.md").read_text()
     assert "The interval is Student's t over 1 order." in text
     assert "training flags `--steps 100`. FID of 256 images a task" in text
+
+
+def test_concepts_are_chosen_by_the_larger_dino_average(bench):
+    """A failed run is worst, though its score is infinite; the gap is positive where the usual protocol flatters."""
+    train = TRAIN.replace('"epochs": None}', '"base": flags.get("base", "dreambooth"), "model": "tiny", "data": "d"}')
+    (bench.folder / "train_ddim.py").unlink()
+    (bench.folder / "train_concepts.py").write_text(train.replace('/ "ddim" /', '/ "dreambooth" /'))
+    score = SCORE.replace('f"accuracy,{about},1.5,0.5,-4.5"', 'f"CLIP,{about},1,1,1"').replace("FID,", "DINO,")
+    (bench.folder / "eval_metrics.py").write_text(score)
+    values = [gtep.trial_values("l2", "method", i)["l2_weight"] for i in (1, 2, 3)]
+    bench.plan(f"""
+    import json
+    weights = {values!r}
+    tuning = {{"a": [60, 70, 90], "b": [75, 65, 50]}}
+    fresh = {{"a": [61, 71, 91], "b": [74, 66, 51]}}
+    def afq(flags):
+        score = (fresh if int(flags["seed"]) > 1000 else tuning)[flags["dataset"][-1]]
+        return score[weights.index(float(flags["l2_weight"]))] + int(flags["order"]) if "l2_weight" in flags else 72
+    def wrong(flags):
+        if flags["order"] == "2" and flags.get("l2_weight") == str(weights[2]) and flags["dataset"][-1] == "a":
+            return 1, "loss is nan"
+    """)
+    a, b = pictures(bench.folder / "p/a", "my_dog", "my_cup"), pictures(bench.folder / "p/b", "cat", "hat")
+    plan = ("--backbone", "concepts", "--methods", "l2", "er", "--tune", a, "--eval", b, "--trials", 3, "--orders", 1,
+            2, "--both")  # fmt: skip
+    done = bench.run(*plan, "--", "--base", "custom_diffusion")
+    assert done.returncode == 0, done.stderr
+    flags = [f for what, f in bench.ledger() if what == "begin"]
+    assert {f["base"] for f in flags} == {"custom_diffusion"} and {f["select"] for f in flags} == {"last"}
+    text = (bench.folder / "results/gtep/report.md").read_text()
+    assert "concepts, space `method`" in text and "DINO of 256 images a task, larger is better" not in text
+    assert "DINO of 40 images a task, larger is better" in text
+    won = {r["tuned_on"]: r for r in bench.rows("results.csv") if (r["method"], r["judged_on"]) == ("l2", "b")}
+    assert won["a"]["values"] == f"l2_weight={values[1]:.6g}"  # 70: the 90 lost an order
+    assert won["b"]["values"] == f"l2_weight={values[0]:.6g}"
+    gaps = {r["method"]: r for r in bench.rows("protocols.csv")}
+    assert gaps["l2"]["gap"] == "8" and gaps["l2"]["gap_percent"] == number(100 * 8 / 75.5)
+    assert (gaps["l2"]["rank_conventional"], gaps["l2"]["rank_gtep"]) == ("1", "2")  # 75.5 and 67.5 against 72
+    assert "gap = conventional − GTEP" in text and (bench.folder / "results/gtep/protocols.png").stat().st_size > 5000
+    # the same category under other names, and flags that are gtep's own
+    (b / "concepts.json").write_text(json.dumps({"cat": {"category": "Dog"}}))
+    (a / "concepts.json").write_text(json.dumps({"my_dog": {"category": "dog"}}))
+    one_line(bench.run(*plan), 2, "share the class 'dog'")
+    one_line(bench.run(*plan[:-1], "--out", "o", "--", "--seed", 3), 2, "--seed after --")
+
+
+def test_larger_is_better_by_hand():
+    inf = float("inf")
+    trials = [{"score": s} for s in (1, 3, 3, 2)]
+    assert gtep_report.best_trial(trials, "DINO") is trials[1] and gtep_report.best_trial(trials, "FID") is trials[0]
+    assert gtep_report.mean_score([{"AFQ": 1}, {"AFQ": inf}], "DINO") == -inf
+    assert gtep_report.best_trial([{"score": -inf}], "DINO") is None
+    assert gtep_report.ranks([2, 1, -inf, 2], -1) == [1, 3, 4, 1]
 
 
 # --------------------------------------------------------------------------------- killed, shared, stopped
@@ -614,7 +669,7 @@ def test_help_comes_before_torch():
                            env={**os.environ, "PYTHONPROFILEIMPORTTIME": "1"})  # fmt: skip
     assert shown.returncode == 0 and "torch" not in shown.stderr.split() and "scipy.stats" not in shown.stderr
     options = re.split(r"\n  --", shown.stdout.split("options:")[1])[1:]
-    assert len(options) == 16 and all("default" in option for option in options), options
+    assert len(options) == 18 and all("default" in option for option in options), options
 
 
 # -------------------------------------------------------------------------------------------- the commands
