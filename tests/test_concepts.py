@@ -35,7 +35,7 @@ PENALTIES = ["kd", "l2", "ewc", "si", "mas"]
 BASES = ["dreambooth", "custom_diffusion"]
 M = 2**20  # the paper's table 13 counts in these
 SIZES = ["--steps", "6", "--batch_size", "2", "--replay_size", "2", "--memory_size", "3", "--class_images", "4",
-         "--sampling_steps", "2", "--importance_draws", "2"]  # fmt: skip
+         "--sampling_steps", "2", "--importance_draws", "2", "--save_every", "2"]  # fmt: skip
 
 
 def write_pictures(folder, counts, size=(40, 52)):
@@ -663,8 +663,8 @@ def test_a_penalty_of_weight_0_is_none_and_a_heavy_one_acts(train, merged, thing
     flags = [*THREE, "--dataset", str(things), "--clora_mode", "merge", "--clora_rank", "4"]
     zero = train("a", *flags, "--clora_weight", "0")
     rows = common.read_csv(merged / "log.csv")
-    assert all(float(row["adapter_norm"]) > 0 for row in rows) and float(rows[2]["penalty"]) > 0
-    assert float(rows[0]["penalty"]) == 0
+    assert all(float(row["adapter_norm"]) > 0 for row in rows) and float(rows[-1]["penalty"]) > 0
+    assert [float(row["penalty"]) for row in rows if row["task"] == "1"] == [0, 0]
     assert same(weights(zero, 1), weights(merged, 1)) and not same(weights(zero, 2), weights(merged, 2))
     clora = runfolder.method_class("clora")
     monkeypatch.setattr(clora, "penalty", lambda self, *a: 0.0)
@@ -928,3 +928,359 @@ def test_1000_steps_and_latents_are_not_clipped(build):
     learner.sample([0], [1])
     assert times == list(range(999, 0, -1))
     assert learner.scheduler.config.clip_sample is False
+
+
+# ------------------------------------------------------------------------------------------------ methods
+
+
+@pytest.mark.parametrize("base", BASES)
+@pytest.mark.parametrize("method", METHODS)
+def test_task_1_is_that_of_ncl_and_task_2_is_not(done, method, base):
+    run, ncl = done("--base", base, "--method", method), done("--base", base)
+    assert same(weights(run, 1), weights(ncl, 1))
+    assert same(weights(run, 2), weights(ncl, 2)) == (method == "ncl")
+    rows = common.read_csv(run / "log.csv")
+    assert [r["step"] for r in rows if r["task"] == "1"] == ["2", "4", "6"]
+    assert all(float(r[name]) > 0 for r in rows for name in ("loss_own", "loss_prior", "gradient_norm"))
+    assert float(rows[0]["penalty"]) == 0 and (float(rows[-1]["penalty"]) > 0) == (method in PENALTIES)
+    assert rows[-1]["step"] == ("12" if method == "noncl" else "6")  # its pool is larger
+    if base == "custom_diffusion" and method not in ("noncl", "ensemble"):
+        words = words_of(run, 1), words_of(run, 2)
+        assert [*words[0]] == ["<new1>"] and {*words[1]} == {"<new1>", "<new2>"}
+        assert torch.equal(words[0]["<new1>"], words[1]["<new1>"])
+    if base == "custom_diffusion" and method == "ensemble":
+        assert [*words_of(run, 2)] == ["<new2>"]
+    if base == "custom_diffusion":
+        count = sum(
+            load_file(run / "task1" / "keys_and_values.safetensors")[n].numel() for n in weights(run, 1) if kv(n)
+        )
+        assert common.read_json(run / "task1" / "cost.json")["parameters_trained"] == count + 2 * 16
+
+
+def test_a_word_of_the_past_is_asked_for_and_stays(done):
+    """kd with past labels asks the student for the first word, in every row."""
+    run, kd = (done("--base", "custom_diffusion", "--method", "kd", *flags) for flags in (["--kd_labels", "past"], []))
+    assert torch.equal(words_of(run, 1)["<new1>"], words_of(run, 2)["<new1>"])
+    assert not same(weights(run, 2), weights(kd, 2))
+
+
+@pytest.mark.parametrize("base", BASES)
+@pytest.mark.parametrize("method", PENALTIES)
+def test_strength_0_is_ncl(train, done, method, base):
+    run = train("a", "--base", base, "--method", method, f"--{method}_weight", "0")
+    assert same(weights(run, 2), weights(done("--base", base), 2))
+
+
+@pytest.mark.parametrize("method, flags", [("er", ["--memory_size", "0"]), ("er", ["--replay_size", "0"]),
+                                           ("gr", ["--replay_size", "0"]), ("agem", ["--memory_size", "0"])])  # fmt: skip
+def test_nothing_replayed_is_ncl(train, done, method, flags):
+    run = train("a", "--method", method, *flags)
+    assert same(weights(run, 2), weights(done(), 2))
+
+
+def test_replayed_rows_are_of_the_past(train, monkeypatch):
+    batches, loss = [], train_concepts.Concepts.loss
+    monkeypatch.setattr(
+        train_concepts.Concepts,
+        "loss",
+        lambda self, phase, batch: batches.append(dict(batch)) or loss(self, phase, batch),
+    )
+    train("a", "--method", "er")
+    for step, batch in enumerate(batches):
+        labels, own = batch["labels"], batch["prompts"] != CLASS
+        assert labels.tolist() == ([0] * 4 if step < 6 else [1] * 4 + [0] * 4)
+        assert own.tolist() == [True, True, False, False] * (1 if step < 6 else 2)
+        assert batch["timesteps"].unique().numel() > 2
+
+
+def test_class_images_of_a_task_are_its_own(train, monkeypatch):
+    seen, draw = [], train_concepts.Concepts.draw
+
+    def spy(self, images, labels, key):
+        batch = draw(self, images, labels, key)
+        seen.append((key[1], {*batch["labels"][batch["prompts"] == CLASS].tolist()}))
+        return batch
+
+    monkeypatch.setattr(train_concepts.Concepts, "draw", spy)
+    train("a")
+    assert {task: {c for t, classes in seen if t == task for c in classes} for task in (1, 2)} == {1: {0}, 2: {1}}
+    seen.clear()
+    train("b", "--method", "noncl")
+    assert set.union(*(classes for task, classes in seen if task == 2)) == {0, 1}
+    seen.clear()
+    train("c", "--method", "ewc")
+    assert sum(not classes for _, classes in seen) == 8  # importance is that of the pictures alone
+    assert sum(bool(classes) for _, classes in seen) == 12
+
+
+def test_one_kind_of_run_folder_says_what_made_it(done):
+    run = done("--method", "ewc")
+    config, cost = (common.read_json(run / name) for name in ("config.json", "task2/cost.json"))
+    both = config["parameters"] - sum(t.numel() for t in load_file(
+        Path(config["flags"]["model"]) / "vae" / "diffusion_pytorch_model.safetensors").values())  # fmt: skip
+    assert cost["parameters_trained"] == both and cost["parameters_stored"] == config["parameters"] + 2 * both
+    assert config["backbone"] == "dreambooth" and config["isolated"] is False and len(config["model"]) == 12
+    assert {"concepts.py", "train_concepts.py", "methods/ewc.py"} <= set(config["code"])
+    assert config["scheduler"]["clip_sample"] is False and config["tasks"] == [[0], [1]]
+    assert (run / "task2" / "samples.png").exists() and not (run / "resume").exists()
+
+
+def test_r44_batches_of_three(train, things, cache):
+    """4 pictures, 5 class images, 3 of each a step."""
+    run = train("a", "--batch_size", "3", "--class_images", "5", "--steps", "3", "--dataset", f"{things}:0-0")
+    rows = common.read_csv(run / "log.csv")
+    assert rows[-1]["step"] == "3" and all(0 < float(r[name]) < 10 for r in rows for name in ("loss_own", "loss_prior"))
+    for row in rows:
+        assert float(row["loss_main"]) == pytest.approx(float(row["loss_own"]) + float(row["loss_prior"]), rel=1e-4)
+
+
+# ------------------------------------------------------------------------------------------------ stop, resume
+
+
+def chain(train, monkeypatch, stops, *flags):
+    """Starts a run that is stopped again and again → its run folder. stops: (module, name, when(arguments))."""
+    for module, name, when in stops:
+        original = getattr(module, name)
+
+        def stopping(*args, original=original, when=when, **kwargs):
+            if when(*args):
+                raise Stop
+            return original(*args, **kwargs)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(module, name, stopping)
+            with pytest.raises(Stop):
+                train("stopped", *flags)
+    return train("stopped", *flags)
+
+
+def drawing(task, step):
+    return train_concepts.Concepts, "draw", lambda self, images, labels, key: key[1:] == (task, step)
+
+
+ENDED = runfolder, "picture_grid", lambda *a: True  # after end_task, before its state is kept
+STOPS = [drawing(1, 3), (runfolder, "save_tensors", lambda *a: True), ENDED, drawing(2, 0), drawing(2, 3), ENDED]
+
+
+@pytest.mark.parametrize(
+    "method, base", [*itertools.product(METHODS, BASES), ("isolated", "dreambooth"), ("merge", "dreambooth")]
+)
+def test_stopped_anywhere_and_resumed_is_unbroken(train, done, monkeypatch, method, base):
+    flags = ["--base", base, "--method", method]
+    if method in ("isolated", "merge"):
+        flags = ["--method", "clora", "--clora_mode", method, "--clora_weight", "100"]
+    stops = STOPS if method in ("ncl", "si", "merge") else [drawing(1, 3), ENDED, drawing(2, 3)]
+    run = chain(train, monkeypatch, stops, *flags)
+    assert_same_run(done(*flags), run)
+    assert not (run / "resume").exists() and not list(run.glob("*.tmp"))
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="needs SIGKILL")
+def test_killed_by_the_system(train, small, tmp_path, cache):
+    flags = ["--base", "custom_diffusion", "--method", "er", "--save_every", "1", "--steps", "12"]
+    unbroken = train("unbroken", *flags)
+    command = [sys.executable, str(ROOT / "train_concepts.py"), *small, "--data", str(cache),
+               "--out", str(tmp_path / "killed"), *flags]  # fmt: skip
+    run = tmp_path / "killed" / unbroken.relative_to(tmp_path / "unbroken")
+    environment = {**os.environ, "OMP_NUM_THREADS": str(torch.get_num_threads())}
+    child = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL)
+    logged = []  # a row a step, each written just before the state of that step is saved
+    while sum(row["task"] == "2" for row in logged) < 3:
+        assert child.poll() is None, "ended before it could be killed"
+        logged = common.read_csv(run / "log.csv")
+    child.send_signal(signal.SIGKILL)
+    child.wait()
+    assert not (run / "DONE").exists()
+    subprocess.run(command, env=environment, check=True)
+    assert all(same(weights(unbroken, task), weights(run, task)) for task in (1, 2))
+    again = subprocess.run(command, env=environment, check=True, capture_output=True, text=True)
+    assert f"{run} is finished" in again.stdout
+
+
+# ---------------------------------------------------------------------------------------------- class images
+
+
+def files_of(folder):
+    return {p.relative_to(folder).as_posix(): p.read_bytes() for p in sorted(folder.rglob("*.png"))}
+
+
+def test_class_images_resumed_are_unbroken_and_shared(build, tmp_path, monkeypatch):
+    """Stopped after 5 and again after 19 of 20 images of the first category; the second run draws none."""
+    whole = build("--data", str(tmp_path / "whole"), "--class_images", "20")
+    whole.prepare_class_images()
+    write, left = common.write_picture, []
+
+    def counted(path, image):
+        if not left.pop():
+            raise Stop
+        write(path, image)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(common, "write_picture", counted)
+        for good in (5, 14):
+            left[:] = [False, *[True] * good]
+            with pytest.raises(Stop):
+                build("--data", str(tmp_path / "broken"), "--class_images", "20").prepare_class_images()
+    assert len(files_of(tmp_path / "broken")) == 19
+    broken = build("--data", str(tmp_path / "broken"), "--class_images", "20")
+    broken.prepare_class_images()
+    files = files_of(tmp_path / "broken")
+    assert files == files_of(tmp_path / "whole") and len(files) == len({*files.values()}) == 40
+    assert all(torch.equal(whole.moments[c], broken.moments[c]) for c in ("ball", "duck toy"))
+
+    def never(*args):
+        raise AssertionError("drawn again")
+
+    for flags in (["--order", "3", "--seed", "2"], ["--method", "kd"], ["--base", "custom_diffusion"]):
+        other = build("--data", str(tmp_path / "broken"), "--class_images", "20", *flags)
+        other.sample = never
+        other.prepare_class_images()
+        assert torch.equal(other.moments["ball"], whole.moments["ball"])
+    fewer = build("--data", str(tmp_path / "broken"), "--class_images", "4")
+    fewer.sample = never
+    fewer.prepare_class_images()
+    assert torch.equal(fewer.moments["ball"], whole.moments["ball"][:4]) or len(fewer.moments["ball"]) == 4
+
+
+def test_class_images_come_from_the_initial_model(train, tmp_path, monkeypatch):
+    """Also when they are missing as a run goes on that has learnt a task."""
+    flags = ["--data", str(tmp_path / "data"), "--lr", "0.01"]
+    train("a", *flags)
+    first = files_of(tmp_path / "data")
+    draw = train_concepts.Concepts.draw
+
+    def stopping(self, images, labels, key):
+        if key[1:] == (2, 3):
+            shutil.rmtree(tmp_path / "data" / "class_images")
+            raise Stop
+        return draw(self, images, labels, key)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(train_concepts.Concepts, "draw", stopping)
+        with pytest.raises(Stop):
+            train("b", *flags)
+    train("b", *flags)
+    assert files_of(tmp_path / "data") == first and len(first) == 8
+
+
+def black_every_second_time(size):
+    calls, shown = [], itertools.count()
+
+    def sample(prompts, seeds):
+        calls.append(list(prompts))
+        return torch.stack([torch.full((3, size, size), 100 + s % 100 if next(shown) % 2 else 0) for s in seeds]).byte()
+
+    return sample, calls
+
+
+def test_class_images_by_a_generator_that_draws_black(tmp_path):
+    """R43. Black ones are drawn again; missing ones are made, surplus ones left, the same each time."""
+    sample, calls = black_every_second_time(8)
+    images = concepts.class_images(tmp_path / "five", 5, "photo of a dog", 8, sample)
+    assert images.shape == (5, 3, 8, 8) and images.any((1, 2, 3)).all()
+    assert sorted(p.name for p in (tmp_path / "five").glob("*.*") if p.name[0] != ".") == [
+        f"{k:04d}.png" for k in range(5)
+    ]
+    assert {prompt for some in calls for prompt in some} == {"photo of a dog"}
+    for there, made in ((3, 2), (8, 0)):
+        folder = tmp_path / str(there)
+        folder.mkdir()
+        for k in range(there):
+            Image.fromarray(np.full((20, 30, 3), 200 + k, np.uint8)).save(folder / f"mine{k}.png")
+        (folder / ".DS_Store").write_bytes(b"no picture")
+        images = concepts.class_images(folder, 5, "photo of a dog", 8, sample)
+        assert len(files_of(folder)) == there + made
+        assert {*images[:, 0, 0, 0].tolist()} >= {200 + k for k in range(min(there, 5))} and len(images) == 5
+        assert np.array_equal(images, concepts.class_images(folder, 5, "photo of a dog", 8, None))
+    with pytest.raises(common.UserError, match="draws black for 'photo of a dog'"):
+        concepts.class_images(
+            tmp_path / "black", 2, "photo of a dog", 8, lambda p, s: torch.zeros(len(s), 3, 8, 8).byte()
+        )
+
+
+def test_each_category_has_its_own_prompt(build, tmp_path):
+    learner, asked = build("--data", str(tmp_path)), []
+    learner.sample = lambda prompts, seeds: asked.append(prompts) or torch.full((len(seeds), 3, 32, 32), 90).byte()
+    learner.prepare_class_images()
+    assert [{*prompts} for prompts in asked] == [{"photo of a ball"}, {"photo of a duck toy"}]
+    (kind,) = (tmp_path / "class_images").iterdir()
+    assert sorted(p.name for p in kind.iterdir()) == ["ball", "duck toy"]
+    other = build("--data", str(tmp_path), "--guidance", "2", "--precision", "bf16")
+    other.sample = learner.sample
+    other.prepare_class_images()
+    assert len([*(tmp_path / "class_images").iterdir()]) == 2 and len(asked) == 4
+
+
+# ---------------------------------------------------------------------------------------------------- mistakes
+
+
+class Bomb:
+    """Pickled, it makes a file when it is read."""
+
+    def __init__(self, path):
+        self.path = str(path)
+
+    def __reduce__(self):
+        return open, (self.path, "w")
+
+
+def edited(path, **changes):
+    path.write_text(json.dumps(common.read_json(path) | changes))
+
+
+def pickle_alone(model):
+    (model / "unet" / "diffusion_pytorch_model.safetensors").unlink()
+    (model / "unet" / "diffusion_pytorch_model.bin").write_bytes(pickle.dumps(Bomb(model / "BANG")))
+
+
+def cut(path):
+    path.write_bytes(path.read_bytes()[:200])
+
+
+MISTAKES = {  # what: (what is done to model and pictures, further flags, what is said)
+    "no model": (lambda m, t: shutil.rmtree(m), [], "no model '"),
+    "a folder that is none": (lambda m, t: (m / "model_index.json").unlink(), [], "has no model_index.json"),
+    "sdxl": (lambda m, t: edited(m / "model_index.json", _class_name="StableDiffusionXLPipeline"), [],
+             "is a StableDiffusionXLPipeline"),
+    "no unet": (lambda m, t: edited(m / "model_index.json", unet=None), [], "with nothing as unet"),
+    "another unet": (lambda m, t: edited(m / "model_index.json", unet=["diffusers", "UNet2DModel"]), [],
+                     "with UNet2DModel as unet"),
+    "index of a list": (lambda m, t: (m / "model_index.json").write_text("[]"), [], "want Stable Diffusion's"),
+    "no unet folder": (lambda m, t: shutil.rmtree(m / "unet"), [], "unet/config.json is missing"),
+    "no tokenizer": (lambda m, t: shutil.rmtree(m / "tokenizer"), [], "tokenizer_config.json is missing"),
+    "v-prediction": (lambda m, t: edited(m / "scheduler" / "scheduler_config.json", prediction_type="v_prediction"),
+                     [], "predicts v_prediction"),
+    "pickle": (lambda m, t: pickle_alone(m), [], "but diffusion_pytorch_model.bin, a pickle, which may run code"),
+    "no pictures": (lambda m, t: [p.unlink() for p in (t / "ball").iterdir()], [], "ball holds no picture"),
+    "damaged picture": (lambda m, t: cut(t / "duck_toy" / "1.jpg"), [], "duck_toy/1.jpg"),
+    "no objects": (lambda m, t: None, ["--dataset", "objects"], "objects/dog is missing"),
+    "no such folder": (lambda m, t: None, ["--dataset", "nothing"], "unknown data set 'nothing'"),
+    "concepts.json cut": (lambda m, t: (t / "concepts.json").write_text("{"), [], "concepts.json"),
+    "concepts.json of a list": (lambda m, t: (t / "concepts.json").write_text("[1]"), [], "should read"),
+    "concepts.json of another": (lambda m, t: (t / "concepts.json").write_text('{"hat": {}}'), [], "speaks of 'hat'"),
+    "category of a number": (lambda m, t: (t / "concepts.json").write_text('{"ball": {"category": 3}}'), [],
+                             "each a text that is not empty"),
+    "list of prompts": (lambda m, t: (t / "concepts.json").write_text('{"ball": {"prompts": "x"}}'), [],
+                        "there is no list 'x' of prompts"),
+    "one word for two": (lambda m, t: (t / "concepts.json").write_text('{"ball": {"word": "phol"}}'), [],
+                         "two concepts have the word 'phol'"),
+    "base": (lambda m, t: None, ["--base", "lora"], "--base: invalid choice: 'lora'"),
+    "preset of the other base": (lambda m, t: None, ["--preset", "sd-custom_diffusion"], "is not one of --base"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", MISTAKES)
+def test_mistakes_are_one_line_before_anything(script, model, things, tmp_path, what):
+    do, flags, said = MISTAKES[what]
+    mine, theirs = (
+        shutil.copytree(model, tmp_path / "in" / "model"),
+        shutil.copytree(things, tmp_path / "in" / "things"),
+    )
+    do(mine, theirs)
+    result = script("train_concepts.py", "--model", mine, "--dataset", theirs, *flags, "--data", tmp_path / "data",
+                    *SIZES)  # fmt: skip
+    assert result.returncode == 2, result.stderr
+    assert said in result.stderr.splitlines()[-1] and result.stderr.splitlines()[-1].startswith("error: ")
+    assert "Traceback" not in result.stderr and not (mine / "BANG").exists()
+    assert not (tmp_path / "runs").exists() and not list((tmp_path / "data").rglob("*.png"))
+    assert not list((tmp_path / "data").rglob("*.npy"))
