@@ -57,8 +57,12 @@ def concepts(scene, names, base, cache):
         facts = common.read_json(path)
         if not isinstance(facts, dict) or not all(isinstance(about, dict) for about in facts.values()):
             fail(f'{path} should read {{"folder": {{"category": "dog", "prompts": "live"}}, …}}')
-        if path == own and (unknown := facts.keys() - {*names}):
-            fail(f"{path} speaks of '{min(unknown)}', and there is no such concept folder beside it")
+        if path == own and (unknown := [name for name in facts if not (path.parent / name).is_dir()]):
+            fail(f"{path} speaks of '{unknown[0]}', and there is no such concept folder beside it")
+        for name, about in facts.items():
+            if about.keys() - {"category", "prompts", "word"} or not all(isinstance(v, str) and v.strip() == v != ""
+                                                                         for v in about.values()):  # fmt: skip
+                fail(f'{path}: \'{name}\' takes "category", "prompts" and "word", each a text that is not empty')
     known = json.loads((ROOT / "reference" / "prompts.json").read_text())
     found = []
     for k, name in enumerate(names):
@@ -69,7 +73,7 @@ def concepts(scene, names, base, cache):
         if base == "custom_diffusion":
             word, start = about.get("word", f"<new{k + 1}>"), STARTS[k % len(STARTS)]
         elif "word" in about or k < len(RARE_WORDS):
-            word = start = about.get("word") or RARE_WORDS[k]
+            word = start = about["word"] if "word" in about else RARE_WORDS[k]
         else:
             fail(f"concept '{name}' is number {k + 1}, and there are {len(RARE_WORDS)} rare words: give it a \"word\" "
                  "in concepts.json")  # fmt: skip
@@ -88,7 +92,12 @@ def check_words(concepts, base, tokenizer):
 
     A rare word must be one token: a longer one falls apart, and its parts are other words. A new word must be new.
     """
+    spelt = {}  # CLIP reads capitals as small letters
     for concept in concepts:
+        if (other := spelt.setdefault(concept.word.lower(), concept.name)) != concept.name:
+            fail(f"'{concept.word}' of '{concept.name}' reads like the word of '{other}': give each its own")
+        if len(concept.word.split()) > 1:
+            fail(f"'{concept.word}' of '{concept.name}' is more than one word")
         ids = tokenizer(concept.word, add_special_tokens=False).input_ids
         alone = len(ids) == 1 and ids[0] not in (tokenizer.eos_token_id, tokenizer.bos_token_id)
         if base == "custom_diffusion" and alone:
@@ -134,15 +143,22 @@ def check_model(folder):
     if not (folder / "model_index.json").is_file():
         fail(f"{folder} has no model_index.json: --model takes a folder that diffusers' save_pretrained wrote")
     index = common.read_json(folder / "model_index.json")
+    kind = index.get("_class_name") if isinstance(index, dict) else None
     for part, wanted in PARTS.items():
-        _, found = index.get(part) or (None, None)
-        if found != wanted and found != f"{wanted}Fast":
-            fail(f"{folder} is a {index.get('_class_name')} with {found or 'nothing'} as {part}: want Stable "
-                 f"Diffusion's architecture, {wanted}")  # fmt: skip
-        if part != "tokenizer" and not list((folder / part).glob("*.safetensors")):
+        found = (index.get(part) if kind else None) or ("", "nothing")
+        # the parts of an SDXL or an inpainting model have these classes, too
+        if kind != "StableDiffusionPipeline" or found[-1] not in (wanted, f"{wanted}Fast"):
+            fail(f"{folder} is a {kind} with {found[-1]} as {part}: want Stable Diffusion's architecture, a "
+                 f"StableDiffusionPipeline with {wanted}")  # fmt: skip
+        needed = folder / part / ("tokenizer_config.json" if part == "tokenizer" else "config.json")
+        if not needed.is_file():
+            fail(f"{needed} is missing: get a whole copy of this model")
+        stem = folder / part / ("model" if part == "text_encoder" else "diffusion_pytorch_model")
+        whole = any(stem.with_suffix(end).is_file() for end in (".safetensors", ".safetensors.index.json"))
+        if part != "tokenizer" and not whole:
             pickles = [p.name for kind in ("*.bin", "*.ckpt", "*.pt") for p in (folder / part).glob(kind)]
-            fail(f"{folder / part} holds no safetensors" + (f" but {pickles[0]}, a pickle, which may run code" if
-                 pickles else "") + ": get the safetensors of this model")  # fmt: skip
+            fail(f"{folder / part} holds no {stem.name}.safetensors" + (f" but {pickles[0]}, a pickle, which may run "
+                 "code" if pickles else "") + ": get the safetensors of this model")  # fmt: skip
     kind = common.read_json(folder / "scheduler" / "scheduler_config.json").get("prediction_type", "epsilon")
     if kind != "epsilon":
         fail(f"{folder} predicts {kind}: want a model that predicts the noise (epsilon)")
@@ -180,7 +196,8 @@ def class_images(folder, count, prompt, size, sample):
 
     sample(prompts, seeds): uint8 images. Image k depends on its number and prompt alone, so what was interrupted goes
     on; pictures that are there already (any names) are taken in the order of their names, at most `count` of them. A
-    black one, which is what a safety filter leaves, is drawn again.
+    black one, which is what a safety filter leaves, is drawn again. The size of a batch can move a last bit, so 16
+    numbers are always drawn together, and what is there already of them is not written again.
     """
 
     def pictures():
@@ -188,20 +205,22 @@ def class_images(folder, count, prompt, size, sample):
 
     with common.locked(folder, wait=True):
         free = [k for k in range(count) if not (folder / f"{k:04d}.png").exists()]
-        left = [(k, 0) for k in free[: count - len(pictures())]]  # number, attempt
+        left = {*free[: count - len(pictures())]}
         bar = common.tqdm(total=len(left), desc=f"class images: {prompt}", unit="img", disable=None, leave=False)
-        while left:
-            some, left = left[:16], left[16:]
-            seeds = [common.hash32(("class image", prompt, *which)) for which in some]
-            for (k, attempt), image in zip(some, sample([prompt] * len(some), seeds), strict=True):
-                if image.any():
-                    common.write_picture(folder / f"{k:04d}.png", image)
-                    bar.update()
-                elif attempt < 9:
-                    left.append((k, attempt + 1))
-                else:
-                    fail(f"the model draws black for '{prompt}', ten times: is it whole?", 1)
+        for first in range(0, count, 16):
+            together = range(first, first + 16)
+            for attempt in range(10):
+                if left.isdisjoint(together):
+                    break
+                seeds = [common.hash32(("class image", prompt, k, attempt)) for k in together]
+                for k, image in zip(together, sample([prompt] * 16, seeds), strict=True):
+                    if k in left and image.any():
+                        common.write_picture(folder / f"{k:04d}.png", image)
+                        left.remove(k)
+                        bar.update()
         bar.close()
+        if left:
+            fail(f"the model draws black for '{prompt}', ten times: is it whole?", 1)
     return np.stack([streams.read_picture(path, size) for path in pictures()])
 
 

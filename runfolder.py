@@ -259,7 +259,7 @@ def write_or_check_config(run, config, args, script):
             f"the pictures of {args.dataset} (names, sizes or times) changed since {run} was started; remove that "
             "folder to train anew"
         )
-    for key in ("device", "threads", "judge"):
+    for key in ("device", "threads", "judge", "model"):
         if old.get(key) != config.get(key):
             print(f"note: {key} was {old.get(key)} at the start, is {config.get(key)}: not bit-equal", file=sys.stderr)
 

@@ -74,7 +74,10 @@ if __name__ == "__main__":  # a finished run is recognised before PyTorch is loa
         runfolder.stop_if_finished(runfolder.run_folder(ARGS, ARGS.base), ARGS, __file__)
         if not ARGS.dry_run:  # pictures, words or a model that are missing, too
             concepts.check_model(concepts.model_folder(ARGS.model, ARGS.data))
-            streams.load_data(streams.scenario(ARGS.dataset), ARGS.size, ARGS.data)
+            SCENE = streams.scenario(ARGS.dataset)
+            NAMES = streams.load_data(SCENE, ARGS.size, ARGS.data, read=False).classes
+            concepts.concepts(SCENE, NAMES, ARGS.base, ARGS.data)
+            streams.load_data(SCENE, ARGS.size, ARGS.data)
 
 import contextlib  # noqa: E402
 import copy  # noqa: E402
@@ -84,7 +87,7 @@ from diffusers import AutoencoderKL, DDPMScheduler, StableDiffusionPipeline, UNe
 from peft import get_peft_model_state_dict  # noqa: E402
 from safetensors.torch import load_file, save_file  # noqa: E402
 from torch.nn import functional as F  # noqa: E402
-from transformers import CLIPTextModel, CLIPTokenizer  # noqa: E402
+from transformers import AddedToken, CLIPTextModel, CLIPTokenizer  # noqa: E402
 from transformers.utils import logging  # noqa: E402
 
 logging.disable_progress_bar()  # of reading and writing a few files
@@ -95,7 +98,8 @@ KEYS_AND_VALUES = ("attn2.to_k", "attn2.to_v")  # of the cross-attention: what C
 class Words(torch.nn.Module):
     """The table of a text encoder's words, frozen, and behind it a row for each new word.
 
-    So a new word is a parameter of its own, and no optimiser, decay or penalty can reach another row.
+    So a new word is a parameter of its own, and no optimiser, decay or penalty can reach another row. Those that are
+    not `learning` get no gradient either, when a word of the past stands in a replayed prompt.
     """
 
     def __init__(self, table, starts, first):
@@ -104,11 +108,14 @@ class Words(torch.nn.Module):
         self.table, self.first = table, first
         self.new = torch.nn.Embedding(len(starts), table.embedding_dim)
         self.new.weight.data.copy_(table.weight[starts])
+        self.register_buffer("learning", torch.ones(len(starts), dtype=torch.bool), persistent=False)
 
     def forward(self, ids):
         new = ids - self.first
         is_new = (new >= 0) & (new < self.new.num_embeddings)
-        return torch.where(is_new[..., None], self.new(new * is_new), self.table(ids * ~is_new))
+        rows = self.new(new * is_new)
+        rows = torch.where(self.learning[new * is_new][..., None], rows, rows.detach())
+        return torch.where(is_new[..., None], rows, self.table(ids * ~is_new))
 
 
 def resized(image, size):
@@ -149,14 +156,16 @@ class Concepts:
         self.vae = AutoencoderKL.from_pretrained(self.folder / "vae", **read).requires_grad_(False).eval()
         self.unet = UNet2DConditionModel.from_pretrained(self.folder / "unet", **read)
         self.text_encoder = CLIPTextModel.from_pretrained(self.folder / "text_encoder", **read)
-        self.scheduler = DDPMScheduler.from_pretrained(self.folder / "scheduler")  # whatever the sampler it came with
+        # whatever the sampler it came with; latents are not confined to [-1, 1], DDPMScheduler's default
+        self.scheduler = DDPMScheduler.from_pretrained(self.folder / "scheduler", clip_sample=False)
         parts = {"unet": self.unet, "text_encoder": self.text_encoder, "vae": self.vae}
         self.sizes, _ = concepts.sizes(parts, args.base)
         if args.base == "custom_diffusion":
             self.unet.requires_grad_(False)
             self.text_encoder.requires_grad_(False)
             table, first = self.text_encoder.get_input_embeddings(), len(self.tokenizer)
-            self.tokenizer.add_tokens([concept.word for concept in self.concepts])
+            # single_word: "do" as a new word must not take "dog" apart
+            self.tokenizer.add_tokens([AddedToken(concept.word, single_word=True) for concept in self.concepts])
             self.text_encoder.set_input_embeddings(Words(table, self.starts, first))
             for name, module in self.unet.named_modules():
                 if name.endswith(KEYS_AND_VALUES):
@@ -200,8 +209,16 @@ class Concepts:
 
     def tokens(self, texts):
         """Token ids (N, length) of texts, filled up or cut to the length of the model, the end token kept."""
-        asked = dict(padding="max_length", truncation=True, max_length=self.tokenizer.model_max_length)
+        # a tokenizer without a configuration of its own says 10³⁰
+        length = min(self.tokenizer.model_max_length, self.text_encoder.config.max_position_embeddings)
+        asked = dict(padding="max_length", truncation=True, max_length=length)
         return self.tokenizer(texts, return_tensors="pt", **asked).input_ids.to(self.device)
+
+    def learn(self, concepts):
+        """These concepts (ids) are what is trained now: the new words of all others stay as they are."""
+        if self.args.base == "custom_diffusion":
+            learning = self.text_encoder.get_input_embeddings().learning
+            learning.fill_(False)[torch.as_tensor(concepts, device=self.device)] = True
 
     # ---- pictures
 
@@ -234,20 +251,25 @@ class Concepts:
         Its rows are the N pictures, augmented, and behind them N class images, if they have a weight.
         """
         images, labels = torch.as_tensor(images).to(self.device).float() / 127.5 - 1, torch.as_tensor(labels)
-        rng, noise = common.numpy_rng((*key, "augmentation")), common.torch_rng((*key, "noise"), self.device)
+        rng = common.numpy_rng((*key, "augmentation"))
         rows = [self.augment(image, rng) for image in images]
         side = self.args.size // self.cell
         pixels = torch.stack([row[0] for row in rows]) if rows else images
         masks = torch.stack([row[1] for row in rows]) if rows else images.new_zeros(0, 1, side, side)
-        moments, prompts = self.encode(pixels), torch.tensor([row[2] for row in rows], dtype=torch.long)
-        if self.args.prior_weight and not self.held:
-            picks = common.numpy_rng((*key, "class images")).integers(0, self.args.class_images, len(labels))
-            known = [self.class_moments(int(c))[k] for c, k in zip(labels, picks, strict=True)]
-            moments = torch.cat([moments, torch.stack(known)]) if known else moments
-            masks, labels = torch.cat([masks, torch.ones_like(masks)]), torch.cat([labels, labels])
-            prompts = torch.cat([prompts, torch.full_like(prompts, CLASS)])
+        prompts = torch.tensor([row[2] for row in rows], dtype=torch.long)
+        batch = self.noised(self.encode(pixels), labels, prompts, masks, (*key, "noise"))
+        if not (self.args.prior_weight and len(labels)) or self.held:
+            return batch
+        picks = common.numpy_rng((*key, "class images")).integers(0, self.args.class_images, len(labels))
+        known = torch.stack([self.class_moments(int(c))[k] for c, k in zip(labels, picks, strict=True)])
+        whole, prompts = torch.ones_like(masks), torch.full_like(prompts, CLASS)
+        prior = self.noised(known, labels, prompts, whole, (*key, "class noise"))  # its own: none moves the pictures'
+        return {name: torch.cat([rows, prior[name]]) for name, rows in batch.items()}
+
+    def noised(self, moments, labels, prompts, masks, key):
+        """Rows of a batch: latents drawn from their mean and deviation (N, 8, side, side), with a time and noise."""
         mean, std = moments.chunk(2, 1)
-        size = dict(generator=noise, device=self.device)
+        size = dict(generator=common.torch_rng(key, self.device), device=self.device)
         return {
             "latents": self.vae.config.scaling_factor * (mean + std * torch.randn(mean.shape, **size)),
             "labels": labels.to(self.device),
@@ -277,6 +299,7 @@ class Concepts:
         """
         args, self.moments = self.args, {}
         name = f"{concepts.model_digest(self.folder)}-{args.size}-{args.sampling_steps}steps-{args.guidance:g}"
+        name += "" if args.precision == "fp32" else f"-{args.precision}"
         for category in sorted({concept.category for concept in self.concepts} if args.prior_weight else ()):
             folder = common.output_folder(args.data) / "class_images" / name / category.replace("/", "_")
             prompt = f"photo of a {category}"
@@ -305,13 +328,14 @@ class Concepts:
     def loss(self, phase, batch):
         """Mean over the pictures of the mean squared error within their masks, and prior_weight × that of class images.
 
-        Leaves the predicted noise in batch["out"].
+        Leaves the predicted noise in batch["out"], and the two parts in batch["own"] and batch["prior"].
         """
         batch["out"] = self.outputs(phase, batch)
         error = ((batch["out"] - batch["noise"]).square() * batch["masks"]).mean((1, 2, 3))
         error = error / batch["masks"].mean((1, 2, 3))
         prior = batch["prompts"] == CLASS
         own, others = (error * ~prior).sum() / (~prior).sum(), (error * prior).sum() / prior.sum().clamp(min=1)
+        batch["own"], batch["prior"] = own.detach(), others.detach()
         return own + self.args.prior_weight * others
 
     def nll(self, phase, batch):
@@ -348,7 +372,8 @@ class Concepts:
         with self.autocast():
             text = self.text_encoder(ids).last_hidden_state
         self.scheduler.set_timesteps(self.args.sampling_steps)
-        for t in self.scheduler.timesteps:
+        times = self.scheduler.timesteps
+        for t in times[times < self.scheduler.config.num_train_timesteps]:  # 1000 steps begin one beyond it
             with self.autocast():
                 plain, asked = self.unet(torch.cat([x, x]), t, text).sample.float().chunk(2)
             noise = plain + self.args.guidance * (asked - plain)
@@ -485,11 +510,12 @@ def train(args):
     method = runfolder.method_class(args.method)(args, learner)
     about = {"scheduler": dict(learner.scheduler.config), "model": concepts.model_digest(learner.folder)}
 
+    learner.prepare_class_images()  # before a run that goes on loads what it has learnt
     with runfolder.Run(__file__, args.base, method, tasks, about=about) as run:
-        learner.prepare_class_images()
         for task, past in run.tasks_left():
             method.start_task(task, past)
             indices = method.training_data(task, past)
+            learner.learn(data.labels[indices])
             params = {phase.name: learner.params(phase) for phase in learner.phases(0)}
             rows = learner.class_rows()  # new words: a decay would move those of other concepts, too
             optimisers = {
@@ -502,7 +528,7 @@ def train(args):
             for step in run.steps(task, indices, optimisers):
                 key = (args.seed, task.number, step)
                 for net in learner.nets.values():
-                    net.train()
+                    net.train(any(p.requires_grad for p in net.parameters()))
                 images, labels = run.batch(step)
                 batch = learner.draw(images, labels, key)
                 with run.clocked("replay"):
@@ -519,7 +545,7 @@ def train(args):
                     norm = torch.nn.utils.clip_grad_norm_(weights, 1.0)
                     optimiser.step()
                     method.after_step(phase)
-                    record[f"loss_{phase.name}"] = loss.detach()
+                    record |= {"loss_main": loss.detach(), "loss_own": batch["own"], "loss_prior": batch["prior"]}
                     record |= {"penalty": penalty, "gradient_norm": norm, "clipped": norm > 1.0, **columns}
                 run.log(step, args.lr, record)
             run.keep()

@@ -77,10 +77,7 @@ class CLoRA(NCL):
         for name, model in self.adapted.items():
             for layer, module in model.named_modules():
                 if hasattr(module, "lora_A") and len(module.lora_A):
-                    yield (
-                        f"{name}.{layer}",
-                        module.scaling["default"] * (module.lora_B["default"].weight @ module.lora_A["default"].weight),
-                    )
+                    yield f"{name}.{layer}", module.get_delta_weight("default")
 
     def class_tables(self):
         """{name: weight} of the tables that hold a row a class."""

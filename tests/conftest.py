@@ -1,4 +1,7 @@
 import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before PyTorch is loaded: the workers of pytest-xdist share the cores
+
 import subprocess
 import sys
 from pathlib import Path

@@ -34,7 +34,8 @@ def write(folder, side=4, widths=(8, 16), vae_widths=(8, 8, 8, 8), seed=0, lengt
         eos_token_id=words.eos_token_id))  # fmt: skip
     unet = UNet2DConditionModel(
         sample_size=side, in_channels=4, out_channels=4, block_out_channels=widths, layers_per_block=1,
-        down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"), up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"),
+        down_block_types=[*["CrossAttnDownBlock2D"] * (len(widths) - 1), "DownBlock2D"],
+        up_block_types=["UpBlock2D", *["CrossAttnUpBlock2D"] * (len(widths) - 1)],
         cross_attention_dim=16, attention_head_dim=2, norm_num_groups=4)  # fmt: skip
     vae = AutoencoderKL(
         latent_channels=4, block_out_channels=vae_widths, layers_per_block=1, norm_num_groups=4,
