@@ -385,7 +385,9 @@ def test_summary_tables_and_figures(concept_run, evaluate, tmp_path):
     assert shown == {"final_task1", "final_task2", "final_task3", "after1_task1", "after2_task1", "after2_task2"}
     protocol = dict(zip(tables.PROTOCOL, ("x", "6", "train", "5", "0"), strict=True))
     with Image.open(ncl / figures.picture_name(1, protocol, 2)) as image:
-        assert image.size == (4 * 33 - 1, 32)
+        assert image.size == (5 * 33 - 1, 32)
+        last = np.asarray(image)[:, 4 * 33 :].transpose(2, 0, 1)
+    assert np.array_equal(last, concept_run.data.images[concept_run.data.labels == 2][0])  # beside samples, a real one
     assert {p.name.split("_n")[0] for p in ensemble.glob("*.png")} == {"final_task1", "final_task2", "final_task3"}
 
 
@@ -426,6 +428,7 @@ def test_twice_the_same_and_other_seeds_others(concept_run, evaluate, monkeypatc
     other = [r for r in common.read_csv(run / "quality.csv") if r["sampling_seed"] == "7"]
     pairs = [(a["value"], b["value"]) for a, b in zip(rows, other, strict=True) if a["metric"] == "DINO-I"]
     assert len(pairs) == 6 and all(a != b for a, b in pairs)
+    assert {r["value"] for r in other if r["metric"] == "drift DINO"} == {"100"}  # against its own noise
 
 
 def test_a_stopped_evaluation_goes_on(concept_run, evaluate, monkeypatch):
