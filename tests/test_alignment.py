@@ -363,6 +363,7 @@ def test_summary_tables_and_figures(concept_run, evaluate, tmp_path):
     rows, shown = evaluate("--paper")
     found = {(r["variant"], r["metric"]): r for r in rows}
     assert {m for _, m in found} == {*alignment.METRICS, "pair DINO"} and ("ensemble", "pair DINO") not in found
+    assert "pair DINO" not in {r["metric"] for r in common.read_csv(ensemble / "quality.csv")}  # no model has both
     forgets = found["ncl", "DINO-I"]  # the older, the fainter
     m = {(t, i): cell(ncl, "DINO-I", t, i) for t in (1, 2, 3) for i in range(1, t + 1)}
     assert float(forgets["FR"]) == pytest.approx(((m[1, 1] - m[3, 1]) + (m[2, 2] - m[3, 2])) / 2, rel=1e-3)
