@@ -365,8 +365,8 @@ class Alignment:
 
 
 def samples(preset):
-    """Pictures of a concept by default: 20 prompts, 50 times or, of the small world, twice."""
-    return 40 if preset.startswith("tiny") else 1000
+    """Pictures of a concept by default: 20 prompts, 50 times or, of the small world, once."""
+    return 20 if preset.startswith("tiny") else 1000
 
 
 def following(tasks, concept):
