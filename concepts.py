@@ -197,7 +197,7 @@ def class_images(folder, count, prompt, size, sample):
     sample(prompts, seeds): uint8 images. Image k depends on its number and prompt alone, so what was interrupted goes
     on; pictures that are there already (any names) are taken in the order of their names, at most `count` of them. A
     black one, which is what a safety filter leaves, is drawn again. The size of a batch can move a last bit, so 16
-    numbers are always drawn together, and what is there already of them is not written again.
+    numbers are always drawn together (what is there already of them is not written again), and a black one alone.
     """
 
     def pictures():
@@ -209,18 +209,19 @@ def class_images(folder, count, prompt, size, sample):
         bar = common.tqdm(total=len(left), desc=f"class images: {prompt}", unit="img", disable=None, leave=False)
         for first in range(0, count, 16):
             together = range(first, first + 16)
-            for attempt in range(10):
-                if left.isdisjoint(together):
-                    break
-                seeds = [common.hash32(("class image", prompt, k, attempt)) for k in together]
-                for k, image in zip(together, sample([prompt] * 16, seeds), strict=True):
-                    if k in left and image.any():
-                        common.write_picture(folder / f"{k:04d}.png", image)
-                        left.remove(k)
-                        bar.update()
+            if left.isdisjoint(together):
+                continue
+            seeds = [common.hash32(("class image", prompt, k, 0)) for k in together]
+            for k, image in zip(together, sample([prompt] * 16, seeds), strict=True):
+                attempt = 0
+                while k in left and not image.any():
+                    if (attempt := attempt + 1) == 10:
+                        fail(f"the model draws black for '{prompt}', ten times: is it whole?", 1)
+                    image = sample([prompt], [common.hash32(("class image", prompt, k, attempt))])[0]
+                if k in left:
+                    common.write_picture(folder / f"{k:04d}.png", image)
+                    bar.update()
         bar.close()
-        if left:
-            fail(f"the model draws black for '{prompt}', ten times: is it whole?", 1)
     return np.stack([streams.read_picture(path, size) for path in pictures()])
 
 

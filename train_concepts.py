@@ -483,7 +483,8 @@ class Concepts:
         for name, model in adapted.items():
             state = get_peft_model_state_dict(model)
             parts[f"{name}_lora_layers"] = {k.removeprefix("base_model.model."): v.cpu() for k, v in state.items()}
-            parts[f"{name}_lora_adapter_metadata"] = model.peft_config["default"].to_dict()
+            # a pipeline's U-Net, in eval mode, gets layers in training mode: a dropout would act in its pictures
+            parts[f"{name}_lora_adapter_metadata"] = model.peft_config["default"].to_dict() | {"lora_dropout": 0.0}
         StableDiffusionPipeline.save_lora_weights(folder, **parts)
 
     def adapter_states(self, folder):
