@@ -34,7 +34,16 @@ import common
 SIDE, FINE = 32, 3  # pixels of a picture; each is the mean of FINE × FINE points
 RECIPE = dict(version=2, pictures=16000, clip_steps=1800, vae_steps=900, model_steps=1300, dino_steps=700,
               save_every=250)  # fmt: skip
-RARE_WORDS = "sks phol oxi mth nigh ktn pll ucd".split()  # never in a caption: names for what is yet to be learnt
+RARE_WORDS = [
+    "sks",
+    "phol",
+    "oxi",
+    "mth",
+    "nigh",
+    "ktn",
+    "pll",
+    "ucd",
+]  # never in a caption: names for what is yet to be learnt
 
 
 # ------------------------------------------------------------------------------------ objects and backgrounds
@@ -96,9 +105,11 @@ PATTERNS = {
     "belt": lambda u, v: abs(v) < 0.3,
 }
 COLOURS = {"red": (215, 40, 40), "green": (40, 165, 60), "blue": (50, 80, 220), "yellow": (245, 215, 40),
-           "purple": (150, 50, 180), "pink": (255, 140, 190), "white": (245, 245, 245), "black": (25, 25, 25)}  # fmt: skip
+           "purple": (150, 50, 180), "pink": (255, 140, 190), "white": (245, 245, 245),
+           "black": (25, 25, 25)}  # fmt: skip
 BACKGROUNDS = {"grass": "on grass", "snow": "on snow", "sand": "on sand", "water": "on water", "bricks": "on bricks",
-               "wood": "on wood", "tiles": "on tiles", "lava": "on lava", "night": "at night", "sky": "in the sky"}  # fmt: skip
+               "wood": "on wood", "tiles": "on tiles", "lava": "on lava", "night": "at night",
+               "sky": "in the sky"}  # fmt: skip
 SIZES = {"": (0.28, 0.38), "far away": (0.19, 0.23), "very small": (0.19, 0.23), "zoomed in": (0.42, 0.48),
          "close up": (0.42, 0.48)}  # words → radius of the object in sides of the picture  # fmt: skip
 
@@ -124,8 +135,10 @@ def background(name, rng):
 
 
 def draw(shape, pattern, colours, where, radius, place, rng):
-    """One picture, uint8 (3, SIDE, SIDE). colours: two RGB triples; radius and place (x, y): in sides of the picture."""
-    v, u = ((np.mgrid[: SIDE * FINE, : SIDE * FINE] + 0.5) / (SIDE * FINE) - np.reshape(place[::-1], (2, 1, 1))) / radius
+    """One picture, uint8 (3, SIDE, SIDE). colours: two RGB triples; radius and place (x, y): in sides of a picture."""
+    v, u = (
+        (np.mgrid[: SIDE * FINE, : SIDE * FINE] + 0.5) / (SIDE * FINE) - np.reshape(place[::-1], (2, 1, 1))
+    ) / radius
     body = SHAPES[shape](u, v)
     padded = np.pad(body, 2)  # a thin dark edge, or a white ball on snow were nothing
     inner = body & padded[4:, 2:-2] & padded[:-4, 2:-2] & padded[2:-2, 4:] & padded[2:-2, :-4]
@@ -177,7 +190,9 @@ def picture(*key):
 
 def caption(facts, named, rng):
     """Some words for a picture. named: whether to say (colour, background, size)."""
-    colour, where, size = (s if say else "" for s, say in zip((facts.colours[0], BACKGROUNDS[facts.where], facts.size), named, strict=True))
+    colour, where, size = (
+        s if say else "" for s, say in zip((facts.colours[0], BACKGROUNDS[facts.where], facts.size), named, strict=True)
+    )
     head = ["photo of a", "picture of a", "a"][rng.integers(2 if size else 3)]
     words = [size, head, colour, facts.shape, where]
     return " ".join(filter(None, words))
@@ -398,14 +413,14 @@ def fit(part, folder, recipe, net, loss, peak=0.02):
 
 
 def train_clip(folder, recipe):
-    """Contrastive, and by the shape; a caption that fits several pictures of a batch counts as right for each of them."""
+    """Contrastive, and by the shape; a caption that fits several pictures of a batch is right for each of them."""
     import torch
 
     torch.manual_seed(common.hash32(("tiny world", "clip")))
     (images, facts), tokenizer = world(recipe["pictures"]), build_tokenizer()
     clip, usual = build_clip(tokenizer), round(10 * SIZES[""][0])
-    table = np.array([[list(COLOURS).index(f.colours[0]), list(BACKGROUNDS).index(f.where), round(10 * SIZES[f.size][0]),
-                       list(SHAPES).index(f.shape)] for f in facts])  # fmt: skip
+    table = np.array([[list(COLOURS).index(f.colours[0]), list(BACKGROUNDS).index(f.where),
+                       round(10 * SIZES[f.size][0]), list(SHAPES).index(f.shape)] for f in facts])  # fmt: skip
 
     def loss(step):
         rng = common.numpy_rng(("tiny world", "clip", step))
@@ -432,7 +447,9 @@ def train_clip(folder, recipe):
             what.save_pretrained(target)
     pictures, facts = zip(*(picture("test", k) for k in range(500)), strict=True)
     shapes = read_shapes(clip, tokenizer, np.array(pictures))
-    return f"reads the shape of {np.mean([a == f.shape for a, f in zip(shapes, facts, strict=True)]):.1%} of new pictures"
+    return (
+        f"reads the shape of {np.mean([a == f.shape for a, f in zip(shapes, facts, strict=True)]):.1%} of new pictures"
+    )
 
 
 def read_shapes(clip, tokenizer, images):
@@ -613,7 +630,9 @@ def show(folder, path):
     common.output_folder(Path(path).parent).mkdir(parents=True, exist_ok=True)
     grid = common.picture_grid([*rows, *drawn.reshape(8, 12, 3, SIDE, SIDE)])
     grid.resize((2 * grid.width, 2 * grid.height), 0).save(path)
-    print(f"{path}: two rows of the world, four of the concepts, eight of samples, of which CLIP reads {right:.0%} right")
+    print(
+        f"{path}: two rows of the world, four of the concepts, eight of samples, of which CLIP reads {right:.0%} right"
+    )
     print("; ".join(prompts))
 
 
