@@ -219,12 +219,8 @@ def test_class_images_do_not_touch_the_pictures_of_the_concept(build):
     assert len(without["labels"]) == 3 and same({k: v[:3] for k, v in with_prior.items()}, without)
     whole = gradients(weighed, weighed.loss(phase, with_prior))
     own = gradients(alone, alone.loss(phase, without))
-    prior = weighed.predict(
-        weighed.scheduler.add_noise(*(with_prior[k][3:] for k in ("latents", "noise", "timesteps"))),
-        with_prior["timesteps"][3:],
-        weighed.prompts[with_prior["labels"][3:], CLASS],
-    )
-    prior = gradients(weighed, F.mse_loss(prior, with_prior["noise"][3:]))
+    rows = {name: value[3:] for name, value in with_prior.items()}
+    prior = gradients(weighed, F.mse_loss(weighed.outputs(phase, rows), rows["noise"]))
     assert_close(whole, {name: own[name] + 0.5 * prior[name] for name in own})
     assert max(g.abs().max() for g in prior.values()) > 1e-3
 
@@ -490,9 +486,8 @@ def test_a_custom_diffusion_step_by_plain_lines(build, model):
     processors = {}
     for name in unet.attn_processors:
         block = unet.get_submodule(name.removesuffix(".processor"))
-        processors[name] = CustomDiffusionAttnProcessor2_0(
-            train_kv="attn2" in name, train_q_out=False, hidden_size=block.to_q.in_features, cross_attention_dim=16
-        )
+        about = dict(train_q_out=False, hidden_size=block.to_q.in_features, cross_attention_dim=16)
+        processors[name] = CustomDiffusionAttnProcessor2_0("attn2" in name, **about)
         if "attn2" in name:
             processors[name].to_k_custom_diffusion.weight.data.copy_(block.to_k.weight)
             processors[name].to_v_custom_diffusion.weight.data.copy_(block.to_v.weight)
@@ -539,20 +534,9 @@ def merged(done, things):
 
 
 def clora_of(build, run, *flags):
-    flags_of_run = common.read_json(run / "config.json")["flags"]
-    learner = build(
-        "--method",
-        "clora",
-        "--dataset",
-        flags_of_run["dataset"],
-        "--clora_rank",
-        "4",
-        "--clora_mode",
-        flags_of_run["clora_mode"],
-        "--clora_alpha",
-        str(flags_of_run["clora_alpha"] or 4.0),
-        *flags,
-    )
+    its = common.read_json(run / "config.json")["flags"]
+    learner = build("--method", "clora", "--dataset", its["dataset"], "--clora_mode", its["clora_mode"],
+                    "--clora_rank", "4", "--clora_alpha", str(its["clora_alpha"] or 4.0), *flags)  # fmt: skip
     return learner, method_of(learner)
 
 
@@ -712,9 +696,9 @@ def test_merging_is_right_for_every_kind_of_layer(build, monkeypatch):
     method.detach()
     merged = predict()
     assert (attached - merged).abs().max() < 1e-5 and method.past.keys() == changes.keys()
+    wanted = {f"{name.removeprefix('unet.base_model.model.')}.weight": change for name, change in changes.items()}
     after = learner.unet.state_dict()
-    wanted = {n: changes.get(f"unet.base_model.model.{n.removesuffix('.weight')}", torch.zeros(1)) for n in before}
-    assert_close({n: after[n] - before[n] for n in before}, wanted, 1e-6)
+    assert_close({n: after[n] - before[n] for n in before}, {n: wanted.get(n, torch.zeros(1)) for n in before}, 1e-6)
     method.detach()
     assert torch.equal(predict(), merged)
 
@@ -767,13 +751,9 @@ def assert_draws_the_same(pipe, learner, text):
         ours = learner.predict(noisy, torch.tensor([500]), learner.tokens([text]))
         assert (pipe.unet(noisy, torch.tensor([500]), theirs).sample - ours).abs().max() < 1e-5
     seeds = [5, 6]
-    images = pipe(
-        [text] * 2,
-        num_inference_steps=learner.args.sampling_steps,
-        guidance_scale=learner.args.guidance,
-        generator=[torch.Generator().manual_seed(seed) for seed in seeds],
-        output_type="np",
-    ).images
+    about = dict(num_inference_steps=learner.args.sampling_steps, guidance_scale=learner.args.guidance)
+    about |= dict(generator=[torch.Generator().manual_seed(seed) for seed in seeds], output_type="np")
+    images = pipe([text] * 2, **about).images
     ours = learner.sample([text] * 2, seeds).permute(0, 2, 3, 1).numpy()
     assert np.abs((images * 255).round() - ours).max() <= 1 and ours.std() > 1
 
@@ -992,16 +972,11 @@ def test_strength_0_is_ncl(train, done, method, base):
 
 
 @pytest.mark.parametrize(
-    "method, flags",
-    [
-        ("er", ["--memory_size", "0"]),
-        ("er", ["--replay_size", "0"]),
-        ("gr", ["--replay_size", "0"]),
-        ("agem", ["--memory_size", "0"]),
-    ],
+    "method, flag",
+    [("er", "--memory_size"), ("er", "--replay_size"), ("gr", "--replay_size"), ("agem", "--memory_size")],
 )
-def test_nothing_replayed_is_ncl(train, done, method, flags):
-    run = train("a", "--method", method, *flags)
+def test_nothing_replayed_is_ncl(train, done, method, flag):
+    run = train("a", "--method", method, flag, "0")
     assert same(weights(run, 2), weights(done(), 2))
 
 
