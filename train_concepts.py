@@ -27,7 +27,7 @@ TINY = dict(size=32, prior_weight=1.0, class_images=32, sampling_steps=20, guida
 PRESETS = {
     "sd-dreambooth": dict(SD, steps=800, batch_size=1, replay_size=1, lr=2e-6, adapter_lr=5e-5),
     "sd-custom_diffusion": dict(SD, steps=250, batch_size=2, replay_size=2, lr=4e-5),
-    "tiny-dreambooth": dict(TINY, steps=100, batch_size=4, replay_size=4, lr=1e-3, adapter_lr=5e-3),
+    "tiny-dreambooth": dict(TINY, steps=100, batch_size=4, replay_size=4, lr=1e-3, adapter_lr=2e-3),
     "tiny-custom_diffusion": dict(TINY, steps=150, batch_size=4, replay_size=4, lr=5e-3),
 }
 SIZES = ["a far away ", "very small "], ["zoomed in ", "close up "]  # said before the prompt of a changed picture
