@@ -32,7 +32,7 @@ PUBLISHED = {"clip": "openai/clip-vit-base-patch32", "dino": "facebook/dino-vits
 KINDS = {"clip": ("CLIP", "clip"), "dino": ("DINO", "vit")}  # what it is called, and its model_type in config.json
 METRICS = ("CLIP", "DINO", "CLIP-I", "CLIP-T", "DINO-I", "drift CLIP-I", "drift DINO")  # of every cell
 BLOCK = 128  # pictures sampled before they are scored: a thousand of 512² would be 800 MB
-SHOWN, SHOWN_SIDE = 4, 128  # pictures of a cell that are kept, one a prompt, and their largest side
+SHOWN, SHOWN_SIDE = 4, 128  # samples of a cell that are kept, one a prompt, and their largest side
 
 
 # ------------------------------------------------------------------------------------------------- scores
@@ -294,7 +294,7 @@ class Alignment:
         return {kind: net.images(images) for kind, net in self.nets.items()}
 
     def score(self, learner, config, trained_to, task, protocol):
-        """One cell: ({metric: value}, number of real pictures, rows of pictures to show).
+        """One cell: ({metric: value}, number of real pictures, rows of pictures to show: samples, then a real one).
 
         Of a task of several concepts the mean; each has as many samples as one alone.
         """
@@ -307,12 +307,12 @@ class Alignment:
             if "pair DINO" in self.metrics(config, trained_to):
                 values["pair DINO"] = self.pair(learner, c, following(config["tasks"], c), few, seed)
             scores.append(values)
-            shown.append(images)
+            shown.append(np.concatenate([images, small(self.data.images[self.data.labels == c][:1])]))
         means = {metric: float(np.mean([values[metric] for values in scores])) for metric in scores[0]}
         return means, int(np.isin(self.data.labels, ids).sum()), shown
 
     def concept(self, learner, c, count, seed):
-        """The scores of the paper → ({metric: value}, the first pictures, small)."""
+        """The scores of the paper → ({metric: value}, the first samples, small)."""
         concept, seeds = learner.concepts[c], common.sampling_seeds((seed, c, "report"), count)
         drawn, read = (prompts(concept, noun, count) for noun in (learner.noun(c), concept.category))
         common.note(f"CLIP-T reads '{read[0]}' where '{drawn[0]}' is drawn")
@@ -365,8 +365,8 @@ class Alignment:
 
 
 def samples(preset):
-    """Pictures of a concept by default: 20 prompts, 50 times or, of the small world, twice."""
-    return 40 if preset.startswith("tiny") else 1000
+    """Pictures of a concept by default: 20 prompts, 50 times or, of the small world, once."""
+    return 20 if preset.startswith("tiny") else 1000
 
 
 def following(tasks, concept):

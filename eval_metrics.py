@@ -302,7 +302,7 @@ def parse_args(argv=None):
     add("--out", default="results", help="folder of summary, tables and figures (default: results)")
     add("--paper", action="store_true", help="the paper's numbers beside one's own in the tables")
     add("--num_samples", type=common.whole(2), help="images sampled a task (default: 2048; tiny: 256; of "
-        "concepts: 1000; tiny: 40)")  # fmt: skip
+        "concepts: 1000; tiny: 20)")  # fmt: skip
     add(
         "--extractor",
         choices=("auto", "inception", "classifier"),

@@ -10,7 +10,9 @@ import common
 from tables import LARGER_IS_BETTER, PROTOCOL, feature_kind
 
 DRAWN = ("FID", "DINO")  # of a run the one that it has
-PANEL = {"FID": (2.1, 0.56), "DINO": (2.4, 0.62)}  # inches of a picture in the sample grids
+PANEL = {"FID": (2.1, 0.56), "DINO": (2.9, 0.6)}  # inches of a picture in the sample grids
+
+REAL = "; the last picture of a row is real"
 
 
 def picture_name(task, protocol, trained_to=None):
@@ -123,7 +125,8 @@ def draw_samples(plt, by_variant, T, dataset, metric, path):
             if panel in panels[0]:
                 panel.set_title(task_title(record, i), fontsize=8)
         row[0].set_ylabel(variant, rotation=0, ha="right", va="center")
-    figure.suptitle(f"{dataset}: samples of each task after the last one", fontsize=9, y=1.04 + 0.1 / len(shown))
+    about = "samples of each task after the last one" + REAL * (metric == "DINO")
+    figure.suptitle(f"{dataset}: {about}", fontsize=9, y=1.04 + 0.1 / len(shown))
     save_figure(plt, figure, path)
 
 
@@ -147,7 +150,7 @@ def draw_concepts(plt, record, variant, T, path):
                 panel.set_title(task_title(record, i), fontsize=8)
         row[0].set_ylabel(f"after task {t}", rotation=0, ha="right", va="center")
     about = f"{record['dataset']}, {record['backbone']}, {variant}, order {record['order']}, seed {record['seed']}"
-    figure.suptitle(f"{about}: the same prompts and noise after each task", fontsize=9, y=1.04 + 0.1 / len(side))
+    figure.suptitle(f"{about}: the same prompts and noise after each task{REAL}", fontsize=9, y=1.04 + 0.1 / len(side))
     save_figure(plt, figure, path)
 
 

@@ -268,12 +268,13 @@ def what_was_read(args, names, tuned, finals):
     phases = [(f"1, on {names[d]}", trial["outcomes"]) for (d, _), trials in tuned.items() for trial in trials]
     phases += [(f"2, on {names[judged]}", orders) for (_, judged, _), orders in finals.items()]
     rows = sorted({(phase, o["read"], o["features"]) for phase, outcomes in phases for o in outcomes if o["read"]})
+    scores = ", and a classifier-… has learnt the classes of its own scenario alone" * (args.metric == "FID")
     changed = sorted({file for _, outcomes in phases for o in outcomes for file in o["changed"]})
     return [
         "## What was read\n",
         *table(["phase", "images (digest)", "features of the scores"], rows),
-        f"Tuning on {names[next(iter(tuned))[0]]} used no picture of {args.eval}, and a classifier-… has learnt the "
-        "classes of its own scenario alone. To refuse a pair that overlaps or differs, class names are read on both "
+        f"Tuning on {names[next(iter(tuned))[0]]} used no picture of {args.eval}{scores}. "
+        "To refuse a pair that overlaps or differs, class names are read on both "
         "sides; of a folder also names, sizes and times of its files and the size of one picture.\n",
         *([f"Some of the runs were trained before the code changed: {', '.join(changed)}.\n"] * bool(changed)),
     ]

@@ -22,13 +22,13 @@ import streams
 # side of the shrunk pictures, as a share of the canvas; zoom: range of the enlarged ones.
 SD = dict(size=512, prior_weight=1.0, class_images=200, sampling_steps=50, guidance=6.0, smallest=0.4, zoom=[1.2, 1.4],
           importance_draws=200, memory_size=5)  # fmt: skip
-TINY = dict(size=32, prior_weight=1.0, class_images=32, sampling_steps=25, guidance=4.0, smallest=0.7, zoom=[1.1, 1.3],
+TINY = dict(size=32, prior_weight=1.0, class_images=32, sampling_steps=20, guidance=4.0, smallest=0.8, zoom=[1.1, 1.3],
             importance_draws=20, memory_size=5)  # fmt: skip
 PRESETS = {
     "sd-dreambooth": dict(SD, steps=800, batch_size=1, replay_size=1, lr=2e-6, adapter_lr=5e-5),
     "sd-custom_diffusion": dict(SD, steps=250, batch_size=2, replay_size=2, lr=4e-5),
-    "tiny-dreambooth": dict(TINY, steps=150, batch_size=4, replay_size=4, lr=1e-4, adapter_lr=1e-3),
-    "tiny-custom_diffusion": dict(TINY, steps=150, batch_size=4, replay_size=4, lr=1e-3),
+    "tiny-dreambooth": dict(TINY, steps=100, batch_size=4, replay_size=4, lr=1e-3, adapter_lr=2e-3),
+    "tiny-custom_diffusion": dict(TINY, steps=150, batch_size=4, replay_size=4, lr=5e-3),
 }
 SIZES = ["a far away ", "very small "], ["zoomed in ", "close up "]  # said before the prompt of a changed picture
 CLASS = 5  # the last of a concept's prompts: itself, the four with SIZES, then its category alone
@@ -46,7 +46,7 @@ def parse_args(argv=None):
     add("--importance_draws", type=common.whole(1), help="time steps and noises that each picture is taken with for "
         "ewc and mas (default: 200; tiny: 20)")  # fmt: skip
     add("--sampling_steps", type=common.divisor(1000), help="steps of the DDPM sampler, a divisor of 1000 (default: "
-        "50; tiny: 25)")  # fmt: skip
+        "50; tiny: 20)")  # fmt: skip
     add("--guidance", type=common.positive, help="classifier-free guidance scale (default: 6; tiny: 4)")
     add("--select", choices=("last",), default="last", help="checkpoints are not chosen: a few pictures leave nothing "
         "to judge by (default: last)")  # fmt: skip

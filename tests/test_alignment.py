@@ -18,6 +18,7 @@ import alignment
 import common
 import eval_metrics as em
 import figures
+import runfolder
 import streams
 import tables
 
@@ -362,6 +363,7 @@ def test_summary_tables_and_figures(concept_run, evaluate, tmp_path):
     rows, shown = evaluate("--paper")
     found = {(r["variant"], r["metric"]): r for r in rows}
     assert {m for _, m in found} == {*alignment.METRICS, "pair DINO"} and ("ensemble", "pair DINO") not in found
+    assert "pair DINO" not in {r["metric"] for r in common.read_csv(ensemble / "quality.csv")}  # no model has both
     forgets = found["ncl", "DINO-I"]  # the older, the fainter
     m = {(t, i): cell(ncl, "DINO-I", t, i) for t in (1, 2, 3) for i in range(1, t + 1)}
     assert float(forgets["FR"]) == pytest.approx(((m[1, 1] - m[3, 1]) + (m[2, 2] - m[3, 2])) / 2, rel=1e-3)
@@ -384,7 +386,9 @@ def test_summary_tables_and_figures(concept_run, evaluate, tmp_path):
     assert shown == {"final_task1", "final_task2", "final_task3", "after1_task1", "after2_task1", "after2_task2"}
     protocol = dict(zip(tables.PROTOCOL, ("x", "6", "train", "5", "0"), strict=True))
     with Image.open(ncl / figures.picture_name(1, protocol, 2)) as image:
-        assert image.size == (4 * 33 - 1, 32)
+        assert image.size == (5 * 33 - 1, 32)
+        last = np.asarray(image)[:, 4 * 33 :].transpose(2, 0, 1)
+    assert np.array_equal(last, concept_run.data.images[concept_run.data.labels == 2][0])  # beside samples, a real one
     assert {p.name.split("_n")[0] for p in ensemble.glob("*.png")} == {"final_task1", "final_task2", "final_task3"}
 
 
@@ -423,8 +427,9 @@ def test_twice_the_same_and_other_seeds_others(concept_run, evaluate, monkeypatc
     assert evaluate()[0] == first
     evaluate("--sampling_seed", "7")
     other = [r for r in common.read_csv(run / "quality.csv") if r["sampling_seed"] == "7"]
-    pairs = zip(rows, other, strict=True)
-    assert all(a["value"] != b["value"] for a, b in pairs if not a["metric"].startswith("drift"))
+    pairs = [(a["value"], b["value"]) for a, b in zip(rows, other, strict=True) if a["metric"] == "DINO-I"]
+    assert len(pairs) == 6 and all(a != b for a, b in pairs)
+    assert {r["value"] for r in other if r["metric"] == "drift DINO"} == {"100"}  # against its own noise
 
 
 def test_a_stopped_evaluation_goes_on(concept_run, evaluate, monkeypatch):
@@ -463,6 +468,29 @@ def test_missing_judges_are_said_before_anything_is_sampled(concept_run, tmp_pat
         em.main([str(tmp_path / "runs"), "--out", str(tmp_path / "results"), "--data", str(tmp_path / "data")])
     assert end.value.code == 2 and not Learner.calls
     assert not (tmp_path / "results").exists() and not (run / "quality.csv").exists()
+
+
+def test_the_real_learner(concept_run, evaluate, tmp_path, monkeypatch):
+    """On a random model of the real architecture: what does not learn does not drift, and what learns does."""
+    monkeypatch.delitem(sys.modules, "train_concepts")
+    import train_concepts
+
+    small_model.write(tmp_path / "model")
+    runs = {}
+    for base, lr in (("custom_diffusion", "1e-30"), ("dreambooth", "1e-2")):
+        args = train_concepts.parse_args([
+            "--dataset", str(tmp_path / "things"), "--model", str(tmp_path / "model"), "--base", base, "--lr", lr,
+            "--steps", "2", "--prior_weight", "0", "--sampling_steps", "2", "--out", str(tmp_path / "runs"), "--data",
+            str(tmp_path / "data")])  # fmt: skip
+        train_concepts.train(args)
+        runs[base] = runfolder.run_folder(args, base)
+    rows, _ = evaluate()
+    assert {(r["backbone"], r["tasks"], r["sampler_steps"]) for r in rows} == {(base, "3", "2") for base in runs}
+    for metric in ("drift DINO", "drift CLIP-I"):
+        assert [cell(runs["custom_diffusion"], metric, t, i) for t in (1, 2, 3) for i in range(1, t + 1)] == [100] * 6
+        assert max(cell(runs["dreambooth"], metric, t, 1) for t in (1, 2, 3)) < 100
+    assert len(list((tmp_path / "data" / "features").glob("*-initial/*/dino.npy"))) == 3  # shared by both
+    assert evaluate()[0] == rows
 
 
 # ------------------------------------------------------------------------------------- the paper's numbers
