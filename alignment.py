@@ -262,7 +262,7 @@ class Alignment:
     """What scores a run of concepts; fid.Distances is that of the others, and has the same methods."""
 
     def __init__(self, config, args):
-        """Nothing is loaded: runs that are scored already need no weights."""
+        """Loads nothing; the small world is built if it is not there, for its judges are named by what is in them."""
         flags = config["flags"]
         self.args, self.samples, self.nets = args, samples(flags["preset"]), {}
         self.models = wanted_models(args, flags["model"])

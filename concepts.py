@@ -24,6 +24,7 @@ from common import ROOT, fail
 
 V1_4 = "CompVis/stable-diffusion-v1-4"  # the paper's model
 RARE_WORDS = ("sks", "phol", "oxi", "mth", "nigh")  # CLoG, appendix C.4
+KEYS_AND_VALUES = ("attn2.to_k", "attn2.to_v")  # of the cross-attention: what Custom Diffusion trains of a U-Net
 STARTS = ("ktn", "pll", "ucd", "mth", "nigh")  # of new words
 PARTS = {"unet": "UNet2DConditionModel", "text_encoder": "CLIPTextModel", "vae": "AutoencoderKL",
          "tokenizer": "CLIPTokenizer"}  # fmt: skip
@@ -119,23 +120,30 @@ def start_id(word, tokenizer):
 # ------------------------------------------------------------------------------------- the model's folder
 
 
+def found(name):
+    """The folder of a model that is there: a path, or what the hub's cache has of this name; None if nothing has."""
+    folder = Path(name).expanduser()
+    if folder.is_dir():
+        return folder.resolve()
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(name, local_files_only=True))
+    except (LocalEntryNotFoundError, HFValidationError):
+        return None
+
+
 def model_folder(name, cache):
-    """The folder of a text-to-image model: the small world's own, a path, or what the hub's cache has. No download."""
+    """The folder of a text-to-image model: the small world's own, or `found`. Nothing is downloaded."""
     if name == "tiny":
         import tiny_world
 
         return tiny_world.build(cache) / "model"
-    folder = Path(name).expanduser().resolve()
-    if not folder.is_dir():
-        from huggingface_hub import snapshot_download
-        from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
-
-        try:
-            folder = Path(snapshot_download(name, local_files_only=True))
-        except (LocalEntryNotFoundError, HFValidationError):
-            fail(f"no model '{name}': it is neither a folder nor in the hub's cache; `hf download {name}` fetches "
-                 f"it (5 GB for {V1_4}), --model tiny needs none")  # fmt: skip
-    return folder
+    return found(name) or fail(
+        f"no model '{name}': it is neither a folder nor in the hub's cache; `hf download {name}` fetches it (5 GB for "
+        f"{V1_4}), --model tiny needs none"
+    )
 
 
 def check_model(folder):
@@ -166,8 +174,10 @@ def check_model(folder):
 
 def picture_side(name):
     """Pixels along a side of the pictures that a model is for, if it is there; else None."""
-    folder = Path(name).expanduser()
+    if name == "tiny":
+        return 32
     try:
+        folder = found(name)
         side = json.loads((folder / "unet" / "config.json").read_text())["sample_size"]
         return side * 2 ** (len(json.loads((folder / "vae" / "config.json").read_text())["block_out_channels"]) - 1)
     except (OSError, ValueError, KeyError, TypeError):
@@ -175,16 +185,16 @@ def picture_side(name):
 
 
 def model_digest(folder):
-    """Short hash of a model's weights, by the size and both ends of each file: 4 GB need not be read."""
+    """Short hash of a model's weights, by samples from each file: 4 GB need not be read."""
     digest = hashlib.sha256()
     for part in ("unet", "text_encoder", "vae"):
         for path in sorted((folder / part).glob("*.safetensors")):
             with open(path, "rb") as file:
                 size = file.seek(0, 2)
                 digest.update(f"{part}/{path.name} {size}".encode())
-                for start in (0, max(0, size - 2**20)):
+                for start in sorted({*range(0, size, 2**24), max(0, size - 2**18)}):
                     file.seek(start)
-                    digest.update(file.read(2**20))
+                    digest.update(file.read(2**18))
     return digest.hexdigest()[:12]
 
 
@@ -228,14 +238,28 @@ def class_images(folder, count, prompt, size, sample):
 # --------------------------------------------------------------------------------------------------- sizes
 
 
+def adapters(merge):
+    """({network: names of the layers that C-LoRA's adapter goes to}, its rank by default).
+
+    Isolated: all attention of both networks, of a rank by which an adapter has the paper's size (10.4, table 13,
+    counts in 2²⁰; it names no layers). Merged: keys and values of the cross-attention, as the original has them.
+    """
+    if merge:
+        return {"unet": [*KEYS_AND_VALUES]}, 16
+    return {
+        "unet": ["to_q", "to_k", "to_v", "to_out.0"],
+        "text_encoder": ["q_proj", "k_proj", "v_proj", "out_proj"],
+    }, 40
+
+
 def build_on_meta(name):
     """{part: network without numbers} of a model by its configuration; of the paper's, it need not be there."""
     import torch
     from diffusers import AutoencoderKL, UNet2DConditionModel
     from transformers import CLIPTextConfig, CLIPTextModel
 
-    folder = Path(name).expanduser()
-    if (folder / "model_index.json").is_file():
+    folder = found(name)
+    if folder and (folder / "model_index.json").is_file():
         shapes = {part: common.read_json(folder / part / "config.json") for part in ("unet", "text_encoder", "vae")}
     elif name == V1_4:
         shapes = common.read_json(ROOT / "reference" / "stable_diffusion_v1-4.json")
@@ -274,11 +298,18 @@ def plan(args):
     if not nets:
         return {}, [f"{args.model} is not there yet, so its size is not known"]
     paper, trained = sizes(nets, args.base)
-    held = {"kd": 1, "l2": 1, "ewc": 2, "mas": 2, "si": 5}.get(args.method, 0)  # copies of what is trained
+    held = {"kd": 1, "gr": 1, "l2": 1, "ewc": 2, "mas": 2, "si": 5}.get(args.method, 0)  # copies of what is trained
     kept = {"ewc": 1, "mas": 1, "si": 2}.get(args.method, 0)  # in the state of the method
     written = trained * (1 if args.base == "dreambooth" else 2)
+    if args.method == "clora":
+        layers, rank = adapters(args.clora_mode == "merge")
+        ends = [(net, module) for net, names in layers.items() for name, module in nets[net].named_modules()
+                if name.endswith(tuple(names))]  # fmt: skip
+        rank = args.clora_rank or rank
+        trained = written = sum(rank * (module.in_features + module.out_features) for _, module in ends)
+    # three states may lie beside each other while one replaces another
     memory = 4 * (sum(map(count, nets.values())) + (3 + held) * trained) / 2**30
-    disk = 4 * (args.tasks * (written + kept * trained) + (3 + kept) * trained) / 2**30
+    disk = 4 * (args.tasks * (written + kept * trained) + 3 * (3 + kept) * trained) / 2**30
     lines = [
         f"trained: {trained:,} numbers; as the paper counts, in 2^20: {paper.trained / 2**20:.2f} of "
         f"{paper.model / 2**20:.2f}",

@@ -162,6 +162,9 @@ def score(run, config, args, data, missing, judge, protocol):
         flags.ddim_steps = args.ddim_steps
     module = importlib.import_module(SCRIPTS.get(config["backbone"], f"train_{config['backbone']}"))
     learner = module.Learner(flags, data, common.pick_device(args.device))
+    for key, value in learner.identity().items() if config["backbone"] in SCRIPTS else ():
+        if config.get(key) != value:
+            common.fail(f"{run} was trained with other {key} than {flags.model} and {flags.dataset} hold now")
     learner.sample_batch = args.batch_size or learner.sample_batch
     method = runfolder.method_class(flags.method)(flags, learner)
     missing = sorted(missing, key=lambda cell: cell[::-1])  # task by task, which needs few references at a time

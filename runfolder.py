@@ -187,7 +187,7 @@ def code_hashes(script, method):
     modules = [c.__module__ for c in method_class(method).__mro__ if c.__module__.startswith("methods.")]
     files = [
         Path(script).name,
-        *(["concepts.py"] if Path(script).name == "train_concepts.py" else []),
+        *(["concepts.py", "tiny_world.py"] if Path(script).name == "train_concepts.py" else []),
         "common.py",
         "fid.py",
         "readers.py",
@@ -259,7 +259,10 @@ def write_or_check_config(run, config, args, script):
             f"the pictures of {args.dataset} (names, sizes or times) changed since {run} was started; remove that "
             "folder to train anew"
         )
-    for key in ("device", "threads", "judge", "model"):
+    for key, what in (("model", "the model"), ("concepts", "concepts.json, or what it stands for,")):
+        if old.get(key) != config.get(key):
+            fail(f"{what} is not what {run} was started with; remove that folder to train anew")
+    for key in ("device", "threads", "judge"):
         if old.get(key) != config.get(key):
             print(f"note: {key} was {old.get(key)} at the start, is {config.get(key)}: not bit-equal", file=sys.stderr)
 
@@ -397,13 +400,13 @@ class Run:
                     run.log(step, lr, record)
                 run.keep()
 
-    judge: a fid.Selection for --select best, or None. about: what else config.json should hold. Only what is trained
-    goes into the state inside a task.
+    judge: a fid.Selection for --select best, or None. about: what else config.json should hold. prepare: a function to
+    call before a run that goes on loads what it has learnt. Only what is trained goes into the state inside a task.
     """
 
-    def __init__(self, script, backbone, method, tasks, judge=None, about=None):
+    def __init__(self, script, backbone, method, tasks, judge=None, about=None, prepare=lambda: None):
         self.args, self.method, self.learner = method.args, method, method.learner
-        self.script, self.tasks, self.judge = script, tasks, judge
+        self.script, self.tasks, self.judge, self.prepare = script, tasks, judge, prepare
         self.folder = run_folder(self.args, backbone)
         self.config = describe(self.args, script, self.learner.data, tasks, self.learner.device)
         self.config |= {"backbone": backbone, "isolated": method.isolated, **(about or {})}
@@ -413,6 +416,7 @@ class Run:
         with contextlib.ExitStack() as held:
             held.enter_context(locked(self.folder))
             write_or_check_config(self.folder, self.config, self.args, self.script)
+            self.prepare()
             self.done = finished_tasks(self.folder, len(self.tasks))
             if self.done:
                 self.method.load(self.folder, self.done, self.done)

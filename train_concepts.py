@@ -12,6 +12,8 @@ minutes. The same command again goes on where it was stopped, or says that it is
 From top to bottom: presets and flags · the learner (words, augmentation, loss, sampling, files) · the training loop.
 """
 
+from pathlib import Path
+
 import common
 import concepts
 import readers
@@ -63,6 +65,8 @@ def parse_args(argv=None):
     if args.method == "clora" and args.base == "custom_diffusion":
         common.fail("--method clora adapts what DreamBooth trains: Custom Diffusion trains little already; choose "
                     "--base dreambooth or another method")  # fmt: skip
+    if Path(args.model).is_dir():  # one spelling a model, as of a folder of pictures
+        args.model = str(Path(args.model).resolve())
     if not args.preset.endswith(args.base):
         common.fail(f"--preset {args.preset} is not one of --base {args.base}: leave one of them out")
     return args
@@ -92,7 +96,20 @@ from transformers.utils import logging  # noqa: E402
 
 logging.disable_progress_bar()  # of reading and writing a few files
 
-KEYS_AND_VALUES = ("attn2.to_k", "attn2.to_v")  # of the cross-attention: what Custom Diffusion trains of a U-Net
+
+def whole(kind, folder):
+    """A network from the safetensors of its folder, all of it: what a file lacks, the libraries fill with chance."""
+    about = dict(use_safetensors=True, local_files_only=True, torch_dtype=torch.float32, output_loading_info=True)
+    try:
+        net, found = kind.from_pretrained(folder, **about)
+    except Exception as error:  # torn files, other shapes: half a dozen kinds
+        reason = (str(error).splitlines() or [type(error).__name__])[0][:150]
+        common.fail(f"{folder} cannot be read as a {kind.__name__}: {reason}")
+    if missing := sorted(found["missing_keys"]):
+        common.fail(
+            f"{folder} lacks {len(missing)} weights of a {kind.__name__}, such as {missing[0]}: get a whole copy"
+        )
+    return net
 
 
 class Words(torch.nn.Module):
@@ -152,10 +169,9 @@ class Concepts:
         self.tokenizer = CLIPTokenizer.from_pretrained(self.folder / "tokenizer")
         concepts.check_words(self.concepts, args.base, self.tokenizer)
         self.starts = [concepts.start_id(concept.start, self.tokenizer) for concept in self.concepts]
-        read = dict(use_safetensors=True, torch_dtype=torch.float32)  # never a pickle
-        self.vae = AutoencoderKL.from_pretrained(self.folder / "vae", **read).requires_grad_(False).eval()
-        self.unet = UNet2DConditionModel.from_pretrained(self.folder / "unet", **read)
-        self.text_encoder = CLIPTextModel.from_pretrained(self.folder / "text_encoder", **read)
+        self.vae = whole(AutoencoderKL, self.folder / "vae").requires_grad_(False).eval()
+        self.unet = whole(UNet2DConditionModel, self.folder / "unet")
+        self.text_encoder = whole(CLIPTextModel, self.folder / "text_encoder")
         # whatever the sampler it came with; latents are not confined to [-1, 1], DDPMScheduler's default
         self.scheduler = DDPMScheduler.from_pretrained(self.folder / "scheduler", clip_sample=False)
         parts = {"unet": self.unet, "text_encoder": self.text_encoder, "vae": self.vae}
@@ -168,7 +184,7 @@ class Concepts:
             self.tokenizer.add_tokens([AddedToken(concept.word, single_word=True) for concept in self.concepts])
             self.text_encoder.set_input_embeddings(Words(table, self.starts, first))
             for name, module in self.unet.named_modules():
-                if name.endswith(KEYS_AND_VALUES):
+                if name.endswith(concepts.KEYS_AND_VALUES):
                     module.requires_grad_(True)
                     module.register_forward_hook(detach_first)
         for net in (self.unet, self.text_encoder, self.vae):
@@ -212,6 +228,9 @@ class Concepts:
         # a tokenizer without a configuration of its own says 10³⁰
         length = min(self.tokenizer.model_max_length, self.text_encoder.config.max_position_embeddings)
         asked = dict(padding="max_length", truncation=True, max_length=length)
+        for text in texts:
+            if len(self.tokenizer.tokenize(text)) + 2 > length:
+                common.note(f"'{text}' is longer than the {length} tokens that the model reads: its end is cut off")
         return self.tokenizer(texts, return_tensors="pt", **asked).input_ids.to(self.device)
 
     def learn(self, concepts):
@@ -339,7 +358,8 @@ class Concepts:
         return own + self.args.prior_weight * others
 
     def nll(self, phase, batch):
-        """Negative log-likelihood of the noise, ½ Σ (ε − ε̂)² over the D numbers of one latent, divided by √D."""
+        """½ Σ (ε − ε̂)² over the D numbers of one latent, divided by √D: the −log p of its noise. Where the mask leaves
+        something out, the mean within it stands for all."""
         return 0.5 * batch["noise"][0].numel() ** 0.5 * self.loss(phase, batch)
 
     # ---- sampling
@@ -382,6 +402,10 @@ class Concepts:
         return ((x + 1) * 127.5).round().clamp(0, 255).to(torch.uint8).cpu()
 
     # ---- weights
+
+    def identity(self):
+        """What a run's weights mean nothing without: the model that they change, the words of its concepts."""
+        return {"model": concepts.model_digest(self.folder), "concepts": [[*c] for c in self.concepts]}
 
     def initial(self):
         """Another learner, of the model as it came."""
@@ -467,15 +491,8 @@ class Concepts:
     # ---- C-LoRA
 
     def adapts(self, merge):
-        """{network: names of the layers that an adapter goes to} and the rank, by default.
-
-        Isolated: all attention of both networks, of a rank by which an adapter has the paper's size (10.4, table 13,
-        counts in 2²⁰; it names no layers). Merged: keys and values of the cross-attention, as the original has them.
-        """
-        if merge:
-            return {"unet": [*KEYS_AND_VALUES]}, 16
-        return {"unet": ["to_q", "to_k", "to_v", "to_out.0"],
-                "text_encoder": ["q_proj", "k_proj", "v_proj", "out_proj"]}, 40  # fmt: skip
+        """{network: names of the layers that an adapter goes to}, and the rank by default."""
+        return concepts.adapters(merge)
 
     def save_adapters(self, folder, adapted):
         """pytorch_lora_weights.safetensors, which a pipeline's load_lora_weights reads, with its alpha."""
@@ -509,10 +526,9 @@ def train(args):
 
     learner = Concepts(args, data, device)
     method = runfolder.method_class(args.method)(args, learner)
-    about = {"scheduler": dict(learner.scheduler.config), "model": concepts.model_digest(learner.folder)}
+    about = {"scheduler": dict(learner.scheduler.config)} | learner.identity()
 
-    learner.prepare_class_images()  # before a run that goes on loads what it has learnt
-    with runfolder.Run(__file__, args.base, method, tasks, about=about) as run:
+    with runfolder.Run(__file__, args.base, method, tasks, None, about, learner.prepare_class_images) as run:
         for task, past in run.tasks_left():
             method.start_task(task, past)
             indices = method.training_data(task, past)
@@ -522,7 +538,8 @@ def train(args):
             optimisers = {
                 name: torch.optim.AdamW(
                     [{"params": [p for n, p in named.items() if n not in rows], "weight_decay": 0.01},
-                     {"params": [p for n, p in named.items() if n in rows], "weight_decay": 0.0}], args.lr,
+                     {"params": [p for n, p in named.items() if n in rows], "weight_decay": 0.0}],
+                    args.lr, fused=device != "cpu",
                 ) for name, named in params.items()
             }  # fmt: skip
 
