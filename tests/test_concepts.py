@@ -35,7 +35,7 @@ PENALTIES = ["kd", "l2", "ewc", "si", "mas"]
 BASES = ["dreambooth", "custom_diffusion"]
 M = 2**20  # the paper's table 13 counts in these
 SIZES = ["--steps", "6", "--batch_size", "2", "--replay_size", "2", "--memory_size", "3", "--class_images", "4",
-         "--sampling_steps", "2", "--importance_draws", "2", "--save_every", "2"]  # fmt: skip
+         "--sampling_steps", "2", "--importance_draws", "2", "--save_every", "3"]  # fmt: skip
 
 
 def write_pictures(folder, counts, size=(40, 52)):
@@ -217,9 +217,9 @@ def test_class_images_do_not_touch_the_pictures_of_the_concept(build):
     assert alone.moments == {}
     with_prior, without = batch_of(weighed, 3), batch_of(alone, 3)
     assert len(without["labels"]) == 3 and same({k: v[:3] for k, v in with_prior.items()}, without)
+    rows = {name: value[3:] for name, value in with_prior.items()}
     whole = gradients(weighed, weighed.loss(phase, with_prior))
     own = gradients(alone, alone.loss(phase, without))
-    rows = {name: value[3:] for name, value in with_prior.items() if value.dim()}
     prior = gradients(weighed, F.mse_loss(weighed.outputs(phase, rows), rows["noise"]))
     assert_close(whole, {name: own[name] + 0.5 * prior[name] for name in own})
     assert max(g.abs().max() for g in prior.values()) > 1e-3
@@ -663,7 +663,7 @@ def test_a_penalty_of_weight_0_is_none_and_a_heavy_one_acts(train, merged, thing
     zero = train("a", *flags, "--clora_weight", "0")
     rows = common.read_csv(merged / "log.csv")
     assert all(float(row["adapter_norm"]) > 0 for row in rows) and float(rows[-1]["penalty"]) > 0
-    assert [float(row["penalty"]) for row in rows if row["task"] == "1"] == [0, 0]
+    assert [float(row["penalty"]) for row in rows if row["task"] == "1"] == [0]
     assert same(weights(zero, 1), weights(merged, 1)) and not same(weights(zero, 2), weights(merged, 2))
     clora = runfolder.method_class("clora")
     monkeypatch.setattr(clora, "penalty", lambda self, *a: 0.0)
@@ -833,8 +833,8 @@ def test_a_model_of_the_papers_shape(tmp_path_factory, build, base):
     learner.sample = lambda prompts, seeds: torch.full((len(seeds), 3, 512, 512), 90).byte()  # sampled once below
     learner.prepare_class_images()
     del learner.sample
-    batch = batch_of(learner, 2)
-    assert batch["latents"].shape == (4, 4, 64, 64) and batch["masks"].shape == (4, 1, 64, 64)
+    batch = batch_of(learner, 1)
+    assert batch["latents"].shape == (2, 4, 64, 64) and batch["masks"].shape == (2, 1, 64, 64)
     assert all(value.isfinite().all() for value in batch.values())
     optimiser = torch.optim.SGD([*learner.params(learner.phases(0)[0]).values()], 0.1)
     loss = learner.loss(learner.phases(0)[0], batch)
@@ -844,8 +844,9 @@ def test_a_model_of_the_papers_shape(tmp_path_factory, build, base):
     assert loss.isfinite() and all(p.isfinite().all() for p in learner.unet.parameters())
     assert not any(torch.equal(a, b) for a, b in zip(before, optimiser.param_groups[0]["params"], strict=True)
                    if b.grad is not None and b.grad.any())  # fmt: skip
-    image = learner.sample([0], [1])
-    assert image.shape == (1, 3, 512, 512) and image.float().std() > 1
+    if base == "dreambooth":
+        image = learner.sample([0], [1])
+        assert image.shape == (1, 3, 512, 512) and image.float().std() > 1
 
 
 # ----------------------------------------------------------------------------------------- modes and sampling
@@ -940,10 +941,10 @@ def test_task_1_is_that_of_ncl_and_task_2_is_not(done, method, base):
     assert same(weights(run, 1), weights(ncl, 1))
     assert same(weights(run, 2), weights(ncl, 2)) == (method == "ncl")
     rows = common.read_csv(run / "log.csv")
-    assert [r["step"] for r in rows if r["task"] == "1"] == ["2", "4", "6"]
+    assert [r["step"] for r in rows if r["task"] == "1"] == ["3", "6"]
     assert all(float(r[name]) > 0 for r in rows for name in ("loss_own", "loss_prior", "gradient_norm"))
     assert float(rows[0]["penalty"]) == 0 and (float(rows[-1]["penalty"]) > 0) == (method in PENALTIES)
-    assert rows[-1]["step"] == ("14" if method == "noncl" else "6")  # its pool has 4 + 3 pictures, the task 3
+    assert rows[-1]["step"] == ("14" if method == "noncl" else "6")  # 6 steps · 7 pictures / 3
     if base == "custom_diffusion" and method not in ("noncl", "ensemble"):
         words = words_of(run, 1), words_of(run, 2)
         assert [*words[0]] == ["<new1>"] and {*words[1]} == {"<new1>", "<new2>"}
@@ -1004,15 +1005,15 @@ def test_class_images_of_a_task_are_its_own(train, monkeypatch):
         return batch
 
     monkeypatch.setattr(train_concepts.Concepts, "draw", spy)
-    train("a")
+    train("a", "--steps", "2")
     assert {task: {c for t, classes in seen if t == task for c in classes} for task in (1, 2)} == {1: {0}, 2: {1}}
     seen.clear()
-    train("b", "--method", "noncl")
+    train("b", "--method", "noncl", "--steps", "2")
     assert set.union(*(classes for task, classes in seen if task == 2)) == {0, 1}
     seen.clear()
-    train("c", "--method", "ewc")
+    train("c", "--method", "ewc", "--steps", "2")
     assert sum(not classes for _, classes in seen) == 8  # importance is that of the pictures alone
-    assert sum(bool(classes) for _, classes in seen) == 12
+    assert sum(bool(classes) for _, classes in seen) == 4
 
 
 def test_one_kind_of_run_folder_says_what_made_it(done):
@@ -1061,7 +1062,7 @@ def drawing(task, step):
 
 
 ENDED = runfolder, "picture_grid", lambda *a: True  # after end_task, before its state is kept
-STOPS = [drawing(1, 3), (runfolder, "save_tensors", lambda *a: True), ENDED, drawing(2, 0), drawing(2, 3), ENDED]
+STOPS = [(runfolder, "save_tensors", lambda *a: True), drawing(1, 4), ENDED, drawing(2, 0), drawing(2, 4), ENDED]
 
 
 @pytest.mark.parametrize(
@@ -1071,7 +1072,8 @@ def test_stopped_anywhere_and_resumed_is_unbroken(train, done, monkeypatch, meth
     flags = ["--base", base, "--method", method]
     if method in ("isolated", "merge"):
         flags = ["--method", "clora", "--clora_mode", method, "--clora_weight", "100"]
-    stops = STOPS if method in ("ncl", "si", "merge") else [drawing(1, 3), ENDED, drawing(2, 3)]
+    many = (method, base) in [("merge", "dreambooth"), ("ncl", "custom_diffusion"), ("si", "custom_diffusion")]
+    stops = STOPS if many else [ENDED, drawing(2, 4)]
     run = chain(train, monkeypatch, stops, *flags)
     assert_same_run(done(*flags), run)
     assert not (run / "resume").exists() and not list(run.glob("*.tmp"))
