@@ -139,6 +139,6 @@ def test_run_all_lists_its_commands(tmp_path):
         assert len(lines) == len(set(lines)) == number, listed.stderr
         for line in lines:
             _, name, *flags = shlex.split(line)
-            (train_ddim if name == "train_ddim.py" else train_stylegan2).parse_args(flags)
+            SCRIPTS[name].parse_args(flags)
     wrong = subprocess.run(["bash", str(ROOT / "run_all.sh"), "nonsense"], capture_output=True, text=True)
     assert wrong.returncode == 2 and wrong.stderr.startswith("error: unknown profile") and not wrong.stdout
