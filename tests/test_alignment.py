@@ -158,7 +158,7 @@ def test_prompts():
     assert len(drawn) == 45 and drawn[40] == drawn[0] and "sks dog" in drawn[0]
     read = alignment.prompts(concept, "dog", 45)
     assert all(a.replace("sks ", "") == b and "sks" not in b for a, b in zip(drawn, read, strict=True))
-    assert (alignment.samples("sd-dreambooth"), alignment.samples("tiny-custom_diffusion")) == (1000, 40)
+    assert (alignment.samples("sd-dreambooth"), alignment.samples("tiny-custom_diffusion")) == (1000, 20)
     assert alignment.following([[2], [0], [1]], 1) == 2 and alignment.following([[2], [0], [1]], 2) == 0
 
 
@@ -254,6 +254,9 @@ class Learner:
 
     def load(self, folder):
         self.strengths = json.loads((folder / "weights.safetensors").read_text())
+
+    def identity(self):
+        return {}
 
     @contextlib.contextmanager
     def initial_weights(self):
