@@ -126,7 +126,7 @@ def draw_samples(plt, by_variant, T, dataset, metric, path):
                 panel.set_title(task_title(record, i), fontsize=8)
         row[0].set_ylabel(variant, rotation=0, ha="right", va="center")
     about = "samples of each task after the last one" + REAL * (metric == "DINO")
-    figure.suptitle(f"{dataset}: {about}", fontsize=9, y=1.04 + 0.1 / len(shown))
+    set_title(figure, f"{dataset}: {about}")
     save_figure(plt, figure, path)
 
 
@@ -150,8 +150,13 @@ def draw_concepts(plt, record, variant, T, path):
                 panel.set_title(task_title(record, i), fontsize=8)
         row[0].set_ylabel(f"after task {t}", rotation=0, ha="right", va="center")
     about = f"{record['dataset']}, {record['backbone']}, {variant}, order {record['order']}, seed {record['seed']}"
-    figure.suptitle(f"{about}: the same prompts and noise after each task{REAL}", fontsize=9, y=1.04 + 0.1 / len(side))
+    set_title(figure, f"{about}: the same prompts and noise after each task{REAL}")
     save_figure(plt, figure, path)
+
+
+def set_title(figure, text):
+    """Just above the panels' own titles, however many rows there are."""
+    figure.suptitle(text, fontsize=9, y=figure.subplotpars.top + 0.25 / figure.get_figheight(), va="bottom")
 
 
 def show_picture(plt, panel, path):
