@@ -515,6 +515,7 @@ def train_model(folder, recipe):
         return (error.square().mean((1, 2, 3)) * (5 / snr[times]).clamp(max=1)).mean()
 
     fit("model", folder, recipe, unet, loss)
+    vae.register_to_config(_name_or_path="")  # or the model would hold the path it was built at
     pipeline = StableDiffusionPipeline(vae, text, tokenizer, unet, scheduler, safety_checker=None,
                                        feature_extractor=None, requires_safety_checker=False)  # fmt: skip
     with common.new_folder(folder / "model") as target:

@@ -78,8 +78,11 @@ def test_every_word_of_world_and_prompts_is_one_token():
 
 
 def test_trained_again_it_is_the_same_to_the_bit(world, tmp_path):
-    assert same(weights(world), weights(trained(tmp_path)))
-    assert len(weights(world)) > 300
+    """Every file, configurations too: none holds the path it was built at."""
+    trained(tmp_path)
+    files = [p.relative_to(world) for p in sorted(world.rglob("*")) if p.is_file()]
+    assert [file for file in files if (world / file).read_bytes() != (tmp_path / file).read_bytes()] == []
+    assert len(files) > 20 and len(weights(world)) > 300
 
 
 @pytest.mark.parametrize("part", PARTS)
