@@ -294,9 +294,9 @@ class Alignment:
         return {kind: net.images(images) for kind, net in self.nets.items()}
 
     def score(self, learner, config, trained_to, task, protocol):
-        """One cell: ({metric: value}, number of real pictures, rows of pictures to show: samples, then a real one).
+        """One cell: ({metric: value}, number of real pictures, rows of pictures to show, None).
 
-        Of a task of several concepts the mean; each has as many samples as one alone.
+        A row: samples, then a real one. Of a task of several concepts the mean; each has as many samples as one alone.
         """
         ids, count, seed = config["tasks"][task - 1], int(protocol["generated"]), int(protocol["sampling_seed"])
         few = max(4, count // 10)  # samples for drift and pair
@@ -309,7 +309,7 @@ class Alignment:
             scores.append(values)
             shown.append(np.concatenate([images, small(self.data.images[self.data.labels == c][:1])]))
         means = {metric: float(np.mean([values[metric] for values in scores])) for metric in scores[0]}
-        return means, int(np.isin(self.data.labels, ids).sum()), shown
+        return means, int(np.isin(self.data.labels, ids).sum()), shown, None
 
     def concept(self, learner, c, count, seed):
         """The scores of the paper → ({metric: value}, the first samples, small)."""

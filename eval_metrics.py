@@ -178,12 +178,13 @@ def score(run, config, args, data, missing, judge, protocol):
                 common.fail(f"{needed} is broken: start its training command again, which repairs it", code=1)
             sound.add(needed)
         method.load(run, trained_to, i)
-        values, reference_images, pictures = judge.score(learner, config, trained_to, i, protocol)
+        values, reference_images, pictures, nearest = judge.score(learner, config, trained_to, i, protocol)
         is_final = trained_to == (i if config["isolated"] else len(config["tasks"]))
         if is_final or config["backbone"] in SCRIPTS:
-            png = io.BytesIO()
-            common.picture_grid(pictures).save(png, "PNG")
-            common.write_file(run / figures.picture_name(i, protocol, None if is_final else trained_to), png.getvalue())
+            name = figures.picture_name(i, protocol, None if is_final else trained_to)
+            write_pictures(run / name, pictures)
+            if nearest is not None:
+                write_pictures(run / name.replace("final", "nearest"), nearest)
         rows = [
             {
                 "trained_to": trained_to,
@@ -200,6 +201,12 @@ def score(run, config, args, data, missing, judge, protocol):
         rows += [r for r in valid_rows(run) if not is_of(r, cell)]
         rows.sort(key=lambda r: (*(str(r[k]) for k in PROTOCOL), int(r["trained_to"]), int(r["task"])))
         common.write_csv(run / "quality.csv", rows)
+
+
+def write_pictures(path, pictures):
+    png = io.BytesIO()
+    common.picture_grid(pictures).save(png, "PNG")
+    common.write_file(path, png.getvalue())
 
 
 # ------------------------------------------------------------------------------------------------ summary
@@ -312,6 +319,9 @@ def parse_args(argv=None):
         default="auto",
         help="features of FID and KID (default: auto = classifier for digits, else inception)",
     )
+    add("--metrics", nargs="+", choices=fid.METRICS, metavar="METRIC", help="what to score of label-conditioned runs: "
+        f"{', '.join(fid.METRICS)} (default: all but CAS, which trains a classifier a cell; accuracy: of classifier "
+        "features alone)")  # fmt: skip
     add("--inception_weights", help="pytorch-fid's weights file (default: where pytorch-fid keeps it)")
     alignment.add_flags(p)
     add(

@@ -7,6 +7,8 @@ Heusel et al., GANs Trained by a Two Time-Scale Update Rule, 2017 (FID); Bińkow
 section 4 (KID). All sums are float64. FID of few images is too large by an amount that depends on their number; KID
 is not, and can fall a little below 0.
 
+What stands beside them is in measures.py.
+
 From top to bottom: distances · feature extractors · the reference · the judges of a run and of --select best.
 """
 
@@ -19,6 +21,7 @@ from pathlib import Path
 import numpy as np
 
 import common
+import measures
 import runfolder
 
 INCEPTION_FILE = "pt_inception-2015-12-05-6726825d.pth"  # the last part is the beginning of its SHA-256
@@ -26,6 +29,9 @@ INCEPTION_URL = f"https://github.com/mseitzer/pytorch-fid/releases/download/fid_
 KID_IMAGES = 5000  # of a larger reference KID takes as many, drawn once: its cost grows with their square
 REFERENCES = 8  # kept in memory, at 33 MB for the root and 41 MB for KID each
 SHOWN = 16  # images of a cell that are kept for the sample grids
+BALLS = ("precision", "recall", "density", "coverage")
+METRICS = ("FID", "KID", "MIND", *BALLS, "authentic", "floor", "accuracy", "CAS")  # of label-conditioned runs
+CAS_STEPS = 400
 
 
 # ---------------------------------------------------------------------------------------------- distances
@@ -106,16 +112,16 @@ def kernel_mean(x, y=None):
 
 def kernel_reference(features):
     """The reference side of KID, computed once: (features of KID_IMAGES at most, mean kernel among them)."""
+    rows = drawn(features, KID_IMAGES, "KID")
+    return rows, kernel_mean(rows)
+
+
+def drawn(features, most, purpose):
+    """As many rows as `most` of features (N, D), or of a list of such arrays, in their order; drawn by `purpose`."""
     parts = features if isinstance(features, list) else [features]
     count = sum(map(len, parts))
-    chosen = np.sort(common.numpy_rng(("KID", count)).permutation(count)[:KID_IMAGES])
-    starts = np.cumsum([0, *map(len, parts)])
-    rows = [
-        part[chosen[(chosen >= start) & (chosen < start + len(part))] - start]
-        for part, start in zip(parts, starts, strict=False)
-    ]
-    rows = np.concatenate(rows)
-    return rows, kernel_mean(rows)
+    chosen = np.sort(common.numpy_rng((purpose, count)).permutation(count)[:most])
+    return measures.take(parts, chosen)
 
 
 def kernel_distance(generated, reference):
@@ -190,8 +196,8 @@ class Classifier:
             *layers, nn.Flatten(), nn.Linear(width * size * size, 64), nn.SiLU(), nn.Linear(64, classes)
         )
 
-    def train(self, data, steps=800, batch=128):
-        """Adam on nine tenths of the images; a tenth is held out to say how far the judge can be trusted."""
+    def train(self, data):
+        """On nine tenths of the images; a tenth is held out to say how far the judge can be trusted."""
         import torch
 
         order = common.numpy_rng(("classifier", "split")).permutation(len(data.labels))
@@ -200,18 +206,7 @@ class Classifier:
             torch.manual_seed(0)
             fresh = self.build(data.images.shape[-1], len(data.classes))
         self.net.load_state_dict(fresh.state_dict())
-        self.net.train()
-        optimiser = torch.optim.Adam(self.net.parameters(), 2e-3)
-        for step in common.tqdm(range(steps), f"classifier for {data.name}", disable=None, leave=False):
-            pick = kept[common.batch_positions(len(kept), step, batch, "classifier", 0)]
-            images = torch.as_tensor(data.images[pick]).to(self.device).float() / 127.5 - 1
-            labels = torch.as_tensor(data.labels[pick]).to(self.device)
-            loss = torch.nn.functional.cross_entropy(self.net(images), labels)
-            optimiser.zero_grad()
-            loss.backward()
-            optimiser.param_groups[0]["lr"] = 2e-3 * 0.5 * (1 + math.cos(math.pi * step / steps))
-            optimiser.step()
-        self.net.eval()
+        fit(self.net, data.images, data.labels, kept, self.device, f"classifier for {data.name}")
         self.scale = 1.0
         self.held_out = self.accuracy(data.images[held], data.labels[held]) if len(held) else math.nan
         variance = self.features(data.images).var(0).sum()
@@ -229,6 +224,36 @@ class Classifier:
         """Share of the images that are read as the class that was asked for."""
         logits = in_batches(lambda x: self.net(x / 127.5 - 1), images, batch, self.device)
         return float((logits.argmax(1) == np.asarray(labels)).mean())
+
+
+def fit(net, images, labels, rows, device, title, steps=800, batch=128):
+    """Trains a classifier on these rows of uint8 images (N, 3, H, W) and labels (N,): Adam, lr 2e-3 falling to 0."""
+    import torch
+
+    net.train()
+    optimiser = torch.optim.Adam(net.parameters(), 2e-3)
+    for step in common.tqdm(range(steps), title, disable=None, leave=False):
+        pick = rows[common.batch_positions(len(rows), step, batch, "classifier", 0)]
+        x = torch.as_tensor(images[pick]).to(device).float() / 127.5 - 1
+        loss = torch.nn.functional.cross_entropy(net(x), torch.as_tensor(labels[pick]).to(device))
+        optimiser.zero_grad()
+        loss.backward()
+        optimiser.param_groups[0]["lr"] = 2e-3 * 0.5 * (1 + math.cos(math.pi * step / steps))
+        optimiser.step()
+    net.eval()
+
+
+def classification_score(images, labels, real, real_labels, device):
+    """CAS: accuracy in 0..1 on the real images of a classifier that has seen the samples alone (Ravuri and Vinyals)."""
+    import torch
+
+    classes, positions = np.unique(labels, return_inverse=True)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        net = Classifier.build(images.shape[-1], len(classes)).to(device)
+    fit(net, images, positions, np.arange(len(images)), device, "classifier of samples", steps=CAS_STEPS)
+    logits = in_batches(lambda x: net(x / 127.5 - 1), real, 256, device)
+    return float((classes[logits.argmax(1)] == real_labels).mean())
 
 
 class Inception:
@@ -377,7 +402,8 @@ class Distances:
 
     def metrics(self, config, trained_to):
         """Those that a cell of the quality matrix has."""
-        return ("FID", "KID", *(["accuracy"] if self.kind == "classifier" else []))
+        wanted = self.args.metrics or [name for name in METRICS if name != "CAS"]
+        return [name for name in wanted if name != "accuracy" or self.kind == "classifier"]
 
     def check(self):
         """Ends the program if the weights are not there."""
@@ -386,7 +412,7 @@ class Distances:
 
     def load(self, config, data, reference, device):
         """data: what the run was trained on; reference: what its samples are compared with, that or the test split."""
-        self.reference = reference
+        self.data, self.reference, self.device = data, reference, device
         if self.extractor is None:
             self.extractor = extractor(self.kind, data, self.args.data, device, self.args.inception_weights)
             self.name = self.extractor.name
@@ -396,24 +422,97 @@ class Distances:
             warn_of_few(min(sizes), f"reference images in the smallest task of {config['data']['name']}")
 
     def score(self, learner, config, trained_to, task, protocol):
-        """One cell: ({metric: value}, number of reference images, rows of pictures to show)."""
-        classes, reference = sorted(config["tasks"][task - 1]), self.reference
-        count, reference_labels = int(protocol["generated"]), reference.labels[np.isin(reference.labels, classes)]
+        """One cell: ({metric: value}, number of reference images, rows of samples, rows of real ones nearest to them)."""
+        classes, count = sorted(config["tasks"][task - 1]), int(protocol["generated"])
+        reference_labels = self.reference.labels[np.isin(self.reference.labels, classes)]
         labels = common.proportional_labels(reference_labels, count)
         seeds = common.sampling_seeds((int(protocol["sampling_seed"]), task, "report"), count)
         images = learner.sample(labels, seeds)
-        if (key := (reference.digest, *classes)) not in self.references:
+        if (key := (self.reference.digest, count, *classes)) not in self.references:
             if len(self.references) >= REFERENCES:
                 self.references.pop(next(iter(self.references)))  # the oldest
-            known = reference_features(self.extractor, reference, classes, self.args.data, self.args.reference)
-            self.references[key] = with_root(statistics(known)), kernel_reference(known)
-        features, (moments, kernel) = self.extractor.features(images), self.references[key]
-        values = {"FID": frechet_distance(statistics(features), moments), "KID": kernel_distance(features, kernel)}
-        if self.kind == "classifier":
+            self.references[key] = Reference(self, classes, count)
+        known, features = self.references[key], self.extractor.features(images)
+        values, wanted = {}, self.metrics(config, trained_to)
+        if "FID" in wanted:
+            values["FID"] = frechet_distance(statistics(features), known.moments)
+        if "KID" in wanted:
+            values["KID"] = kernel_distance(features, known.kernel)
+        if "accuracy" in wanted:
             values["accuracy"] = self.extractor.accuracy(images, labels)
+        few = drawn(features, len(known.rows), "generated") if {"MIND", *BALLS} & {*wanted} else None
+        if "MIND" in wanted:
+            projected = measures.projected(few, known.directions)
+            values["MIND"] = measures.monge_distance(projected, known.projected, features.shape[1])
+        if {*BALLS} & {*wanted}:
+            values |= measures.balls(known.rows, known.radii, few)
+        if "authentic" in wanted:
+            values["authentic"] = measures.authentic(features, known.training)
+        if "floor" in wanted:
+            values["floor"] = known.floor
+        if "CAS" in wanted:
+            rows = np.flatnonzero(np.isin(self.reference.labels, classes))
+            real = self.reference.images[rows], self.reference.labels[rows]
+            values["CAS"] = classification_score(images, np.asarray(labels), *real, self.device)
         order = np.argsort(labels[:SHOWN], kind="stable")
-        rows = images[order].unflatten(0, (2, -1)) if len(order) == SHOWN else [images[order]]
-        return values, len(reference_labels), rows
+        at, _ = measures.nearest(features[order], known.training)
+        near = self.data.images[np.concatenate([np.flatnonzero(self.data.labels == c) for c in classes])[at]]
+        shown = [in_rows(some) for some in (images[order].numpy(), near)]
+        return {name: values[name] for name in wanted}, len(reference_labels), *shown
+
+
+def in_rows(images):
+    """(n, C, H, W) as rows of pictures to show: two of SHOWN / 2, of fewer images one."""
+    return images.reshape(2, -1, *images.shape[1:]) if len(images) == SHOWN else images[None]
+
+
+class Reference:
+    """The real side of one task, each part computed once, when it is asked for."""
+
+    def __init__(self, judge, classes, generated):
+        about = judge.extractor, judge.reference, classes, judge.args.data, judge.args.reference
+        self.judge, self.classes, self.generated, self.features = judge, classes, generated, reference_features(*about)
+
+    @functools.cached_property
+    def moments(self):
+        return with_root(statistics(self.features))
+
+    @functools.cached_property
+    def kernel(self):
+        return kernel_reference(self.features)
+
+    @functools.cached_property
+    def rows(self):
+        """As many as there are generated ones, if there are."""
+        return drawn(self.features, self.generated, "real").astype(np.float64)
+
+    @functools.cached_property
+    def directions(self):
+        return measures.unit_directions(self.rows.shape[1])
+
+    @functools.cached_property
+    def projected(self):
+        return measures.projected(self.rows, self.directions)
+
+    @functools.cached_property
+    def radii(self):
+        return measures.radii(self.rows)
+
+    @functools.cached_property
+    def floor(self):
+        """FID of one half, or as many as are generated, against the other half."""
+        count = sum(map(len, self.features))
+        order = common.numpy_rng(("floor", count)).permutation(count)
+        one, other = order[: min(count // 2, self.generated)], order[count // 2 :]
+        halves = [statistics(measures.take(self.features, np.sort(rows))) for rows in (one, other)]
+        return frechet_distance(halves[0], with_root(halves[1]))
+
+    @functools.cached_property
+    def training(self):
+        """What may have been copied: features of the training images, whatever the reference is."""
+        if self.judge.args.reference == "train":
+            return self.features
+        return reference_features(self.judge.extractor, self.judge.data, self.classes, self.judge.args.data)
 
 
 def samples(preset):

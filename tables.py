@@ -13,9 +13,12 @@ import numpy as np
 
 import common
 
-LARGER_IS_BETTER = {"FID": False, "KID": False, "accuracy": True, **dict.fromkeys(
-    ("CLIP", "DINO", "CLIP-I", "CLIP-T", "DINO-I", "drift CLIP-I", "drift DINO", "pair DINO"), True)}  # fmt: skip
-OF_IMAGES = ("FID", "KID", "accuracy")  # the others are of concepts
+OF_CONCEPTS = ("CLIP", "DINO", "CLIP-I", "CLIP-T", "DINO-I", "drift CLIP-I", "drift DINO", "pair DINO")
+LARGER_IS_BETTER = {
+    **dict.fromkeys(("FID", "KID", "MIND", "floor"), False),
+    **dict.fromkeys(("precision", "recall", "density", "coverage", "authentic", "accuracy", "CAS"), True),
+    **dict.fromkeys(OF_CONCEPTS, True),
+}
 OF_THE_LAST = ("pair DINO",)  # of the final model alone: an AFQ, no AIQ and FR
 PROTOCOL = ("extractor", "generated", "reference", "sampler_steps", "sampling_seed")  # scores meet only within one
 # What the paper has scores of: (metric, features, reference), the second of images and the others of concepts.
@@ -103,7 +106,7 @@ def write_tables(records, out, paper=None):
                 text.append(f"| {variant} | " + " | ".join(shown) + " |")
             text += ["", *(f"†{k} cannot be: {why}\n" for k, why in enumerate(doubts, 1))]
             if paper is not None and not beside:
-                has = "CLIP and DINO by ViT-B/32 and ViT-S/16" if metric not in OF_IMAGES else (
+                has = "CLIP and DINO by ViT-B/32 and ViT-S/16" if metric in OF_CONCEPTS else (
                     "FID on Inception features against the training set")  # fmt: skip
                 text.append(f"The paper has {has}, and nothing for this.\n")
         common.write_csv(out / f"table_{measure}.csv", rows)
