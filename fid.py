@@ -119,7 +119,8 @@ def kernel_reference(features):
 def drawn(features, most, purpose):
     """As many rows as `most` of features (N, D), or of a list of such arrays, in their order; drawn by `purpose`."""
     parts = features if isinstance(features, list) else [features]
-    count = sum(map(len, parts))
+    if not (count := sum(map(len, parts))):
+        return parts[0]
     chosen = np.sort(common.numpy_rng((purpose, count)).permutation(count)[:most])
     return measures.take(parts, chosen)
 
@@ -402,7 +403,7 @@ class Distances:
 
     def metrics(self, config, trained_to):
         """Those that a cell of the quality matrix has."""
-        wanted = self.args.metrics or [name for name in METRICS if name != "CAS"]
+        wanted = self.args.metrics or ("FID", "KID", "accuracy")
         return [name for name in wanted if name != "accuracy" or self.kind == "classifier"]
 
     def check(self):
@@ -422,7 +423,7 @@ class Distances:
             warn_of_few(min(sizes), f"reference images in the smallest task of {config['data']['name']}")
 
     def score(self, learner, config, trained_to, task, protocol):
-        """One cell: ({metric: value}, number of reference images, rows of samples, rows of real ones nearest to them)."""
+        """One cell: ({metric: value}, number of reference images, rows of samples, of real ones nearest to them)."""
         classes, count = sorted(config["tasks"][task - 1]), int(protocol["generated"])
         reference_labels = self.reference.labels[np.isin(self.reference.labels, classes)]
         labels = common.proportional_labels(reference_labels, count)
@@ -440,7 +441,7 @@ class Distances:
             values["KID"] = kernel_distance(features, known.kernel)
         if "accuracy" in wanted:
             values["accuracy"] = self.extractor.accuracy(images, labels)
-        few = drawn(features, len(known.rows), "generated") if {"MIND", *BALLS} & {*wanted} else None
+        few = drawn(features, len(known.rows), "generated") if {"MIND", *BALLS} & {*wanted} else None  # equal counts
         if "MIND" in wanted:
             projected = measures.projected(few, known.directions)
             values["MIND"] = measures.monge_distance(projected, known.projected, features.shape[1])
@@ -455,10 +456,13 @@ class Distances:
             real = self.reference.images[rows], self.reference.labels[rows]
             values["CAS"] = classification_score(images, np.asarray(labels), *real, self.device)
         order = np.argsort(labels[:SHOWN], kind="stable")
-        at, _ = measures.nearest(features[order], known.training)
-        near = self.data.images[np.concatenate([np.flatnonzero(self.data.labels == c) for c in classes])[at]]
-        shown = [in_rows(some) for some in (images[order].numpy(), near)]
-        return {name: values[name] for name in wanted}, len(reference_labels), *shown
+        near = None
+        if "authentic" in wanted:
+            at, _ = measures.nearest(features[order], known.training)
+            near = in_rows(
+                self.data.images[np.concatenate([np.flatnonzero(self.data.labels == c) for c in classes])[at]]
+            )
+        return {name: values[name] for name in wanted}, len(reference_labels), in_rows(images[order].numpy()), near
 
 
 def in_rows(images):

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import SMALL
+from PIL import Image
 
 import common
 import eval_metrics as em
@@ -38,6 +39,25 @@ def evaluate(tmp_path, cache, capsys):
         return common.read_csv(tmp_path / "results" / "summary.csv"), capsys.readouterr().out
 
     return run
+
+
+def test_other_measures_stand_beside_the_first(train, evaluate):
+    """A second call with --metrics scores what is asked for and loses nothing; nearest training images are drawn."""
+    run = train("a", "--method", "er")
+    evaluate()
+    first = {(r["trained_to"], r["task"], r["metric"]): r["value"] for r in common.read_csv(run / "quality.csv")}
+    wanted = ("MIND", *fid.BALLS, "authentic", "floor", "CAS")
+    summary, _ = evaluate("--metrics", *wanted)
+    both = {(r["trained_to"], r["task"], r["metric"]): float(r["value"]) for r in common.read_csv(run / "quality.csv")}
+    assert all(both[key] == float(value) for key, value in first.items())
+    assert {m for _, _, m in both} == {"FID", "KID", "accuracy", *wanted} and len(both) == 3 * 11
+    assert all(0 <= both[*cell, m] <= 1 for cell in (("1", "1"), ("2", "1"), ("2", "2"))
+               for m in ("precision", "recall", "coverage", "authentic", "CAS"))  # fmt: skip
+    assert both["1", "1", "floor"] == both["2", "1", "floor"] < both["1", "1", "FID"] and both["1", "1", "MIND"] > 0
+    assert {r["metric"] for r in summary} == {m for _, _, m in both}
+    assert [float(r["FR"]) for r in summary if r["metric"] == "floor"] == [0]
+    shown = [Image.open(next(run.glob(f"{kind}_task1_*.png"))) for kind in ("final", "nearest")]
+    assert shown[0].size == shown[1].size and shown[0].tobytes() != shown[1].tobytes()
 
 
 def test_evaluation_twice(train, evaluate, tmp_path, monkeypatch):
