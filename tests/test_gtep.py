@@ -105,7 +105,7 @@ class Bench:
     def __init__(self, folder):
         self.folder = folder
         for name in ("gtep.py", "gtep_report.py", "common.py", "runfolder.py", "streams.py", "readers.py", "fid.py",
-                     "tables.py", "alignment.py", "concepts.py", "tiny_world.py"):  # fmt: skip
+                     "measures.py", "tables.py", "alignment.py", "concepts.py", "tiny_world.py"):  # fmt: skip
             shutil.copy(ROOT / name, folder)
         for name in ("methods", "reference"):
             shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
