@@ -27,7 +27,7 @@ import runfolder
 INCEPTION_FILE = "pt_inception-2015-12-05-6726825d.pth"  # the last part is the beginning of its SHA-256
 INCEPTION_URL = f"https://github.com/mseitzer/pytorch-fid/releases/download/fid_weights/{INCEPTION_FILE}"
 KID_IMAGES = 5000  # of a larger reference KID takes as many, drawn once: its cost grows with their square
-REFERENCES = 8  # kept in memory, at 33 MB for the root and 41 MB for KID each
+REFERENCES = 8  # kept in memory, at 33 MB for the root, 41 MB for KID, 49 MB for MIND and the balls
 SHOWN = 16  # images of a cell that are kept for the sample grids
 BALLS = ("precision", "recall", "density", "coverage")
 METRICS = ("FID", "KID", "MIND", *BALLS, "authentic", "floor", "accuracy", "CAS")  # of label-conditioned runs
@@ -443,8 +443,7 @@ class Distances:
             values["accuracy"] = self.extractor.accuracy(images, labels)
         few = drawn(features, len(known.rows), "generated") if {"MIND", *BALLS} & {*wanted} else None  # equal counts
         if "MIND" in wanted:
-            projected = measures.projected(few, known.directions)
-            values["MIND"] = measures.monge_distance(projected, known.projected, features.shape[1])
+            values["MIND"] = measures.monge_distance(measures.projected(few), known.projected, features.shape[1])
         if {*BALLS} & {*wanted}:
             values |= measures.balls(known.rows, known.radii, few)
         if "authentic" in wanted:
@@ -459,9 +458,8 @@ class Distances:
         near = None
         if "authentic" in wanted:
             at, _ = measures.nearest(features[order], known.training)
-            near = in_rows(
-                self.data.images[np.concatenate([np.flatnonzero(self.data.labels == c) for c in classes])[at]]
-            )
+            places = np.concatenate([np.flatnonzero(self.data.labels == c) for c in classes])  # as the features lie
+            near = in_rows(self.data.images[places[at]])
         return {name: values[name] for name in wanted}, len(reference_labels), in_rows(images[order].numpy()), near
 
 
@@ -491,12 +489,8 @@ class Reference:
         return drawn(self.features, self.generated, "real").astype(np.float64)
 
     @functools.cached_property
-    def directions(self):
-        return measures.unit_directions(self.rows.shape[1])
-
-    @functools.cached_property
     def projected(self):
-        return measures.projected(self.rows, self.directions)
+        return measures.projected(self.rows)
 
     @functools.cached_property
     def radii(self):

@@ -1,4 +1,4 @@
-"""C-LoRA: low-rank adapters beside frozen weights, one a task; isolated, or merged as its authors have it.
+"""C-LoRA: low-rank adapters beside frozen weights, one a task; isolated, or merged with its authors' penalty.
 
     h = W x + (α/r) B A x        W: frozen; A, B: the task's adapter of rank r = --clora_rank; B starts at 0
 
@@ -20,8 +20,9 @@ Smith et al., Continual Diffusion: Continual Customization of Text-to-Image Diff
 (arXiv:2106.09685), equation 3. Paper: CLoG, section 3.2 (12).
 
 Deviations: isolated is CLoG's adaptation, with a dropout of 0.1. Merged, a concept keeps its rare word and the noun of
-its category, where the original trains a new word and leaves the noun out. The adapter is peft's: PeftModel reads that
-of a label-conditioned network (task2/adapter), a pipeline's load_lora_weights that of a text-to-image model.
+its category, where the original trains a new word and leaves the noun out; of the text encoder nothing is trained. The
+adapter is peft's: PeftModel reads that of a label-conditioned network (task2/adapter), a pipeline's load_lora_weights
+that of a text-to-image model.
 """
 
 from common import fail, hash32, non_negative, positive, whole
